@@ -1,0 +1,1 @@
+"""The hall: the nouns every room shares. Imports no other room."""

@@ -1,0 +1,176 @@
+"""The captured model: layers (jaxpr pieces), the values that cross between them, and the rest of the step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from uniap_jax.core.jax_compat import ClosedJaxpr
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Value:
+    """Shape of an array that a layer reads or writes.
+
+    Attributes:
+        shape: dimensions.
+        dtype: numpy-style dtype; extended for typed PRNG keys.
+        batch_dim: the dimension that grows with the global batch, or None where the value does not depend on it.
+        name: pytree path or a description, for people.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    batch_dim: int | None = None
+    name: str = ""
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return int(np.prod(self.shape, dtype=np.int64))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole (unsharded) array; a typed PRNG key counts as its data."""
+        itemsize = getattr(self.dtype, "itemsize", 4)
+        return self.size * int(itemsize)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operand(Value):
+    """A value the loss reads without being differentiated with respect to it.
+
+    Attributes:
+        kind: "state" (computed once per step by `Step.before`), "batch" (a leaf of the batch, split over
+            micro-batches along its leading dimension), or "index" (int32 scalar: which micro-batch this is).
+        leaf: for "state", the position after the parameters among the outputs of `Step.before`;
+            for "batch", the position among the batch leaves.
+    """
+
+    kind: str
+    leaf: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Layer:
+    """A piece of the loss: `jaxpr(*params, *operands, *reads) -> writes`.
+
+    Attributes:
+        index: position in trace order.
+        name: for people: module path, or what it does.
+        source: `file:line` of its first equation, "" where unknown.
+        jaxpr: closed jaxpr without constants of its own.
+        params: positions in `LayerGraph.params`.
+        operands: positions in `LayerGraph.operands`.
+        reads: positions in `LayerGraph.values` of what earlier layers wrote.
+        writes: positions in `LayerGraph.values` of what this layer writes.
+        signature: equal for layers whose jaxprs are equal up to names; such layers share profiles.
+        flops: floating-point operations of its forward pass.
+    """
+
+    index: int
+    name: str
+    source: str
+    jaxpr: ClosedJaxpr
+    params: tuple[int, ...]
+    operands: tuple[int, ...]
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    signature: str
+    flops: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Step:
+    """The train step around the loss, as flat programs.
+
+    Attributes:
+        before: `(*state_leaves) -> (*params, *state operands)`; what the loss needs, independent of the batch.
+        update: `(*state_leaves, *batch_leaves, *results, *grads) -> outputs`; results are the loss and its
+            auxiliary outputs for the whole batch, grads are in the order of `LayerGraph.params`.
+        state: shapes of the state leaves (every argument that is not batch), in flat order.
+        batch: shapes of the batch leaves, leading dimension = global batch.
+        outputs: shapes of the outputs of the step.
+        param_leaf: for each parameter, the state leaf it is (None where `before` computes it, a cast for example).
+        output_leaf: for each output, the state leaf that it replaces (same pytree path, shape and dtype), or None
+            for metrics.
+        bind: opaque to all but the frontend's `flatten`/`unflatten`: the trees of arguments and results.
+    """
+
+    before: ClosedJaxpr
+    update: ClosedJaxpr
+    state: tuple[Value, ...]
+    batch: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+    param_leaf: tuple[int | None, ...]
+    output_leaf: tuple[int | None, ...]
+    bind: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LayerGraph:
+    """A train step as layers in trace order; edges go forward only.
+
+    Attributes:
+        layers: in trace order, which is a topological order.
+        params: differentiated leaves.
+        operands: everything else the loss reads from outside.
+        values: what layers write: activations that cross and results that leave.
+        results: positions in `values` of the loss (first) and its auxiliary outputs.
+        reductions: for each result, how the whole batch's comes from the micro-batches': "mean", "sum",
+            "concat" (along the batch dimension) or "same" (does not depend on the batch).
+        step: the rest of the train step.
+        batch_size: global batch.
+        num_microbatches: 1, or how many pieces the batch that these jaxprs see has been cut into.
+        microbatch: re-traces at another number of micro-batches, same cuts: `graph.microbatch(4)`.
+        split_reason: why the batch must not be split into micro-batches; "" where it may.
+        fingerprint: of the loss jaxpr, shapes and cuts; what a plan is checked against.
+        notes: what tracing wants people to know, one sentence each.
+    """
+
+    layers: tuple[Layer, ...]
+    params: tuple[Value, ...]
+    operands: tuple[Operand, ...]
+    values: tuple[Value, ...]
+    results: tuple[int, ...]
+    reductions: tuple[str, ...]
+    step: Step
+    batch_size: int
+    num_microbatches: int
+    microbatch: Callable[[int], LayerGraph]
+    split_reason: str
+    fingerprint: str
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def producer(self) -> dict[int, int]:
+        """Layer that writes each value."""
+        return {v: layer.index for layer in self.layers for v in layer.writes}
+
+    @property
+    def edges(self) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
+        """(writer, reader, values) of every pair of layers that share values, in order."""
+        producer, found = self.producer, {}
+        for layer in self.layers:
+            for v in layer.reads:
+                found.setdefault((producer[v], layer.index), []).append(v)
+        return tuple((u, v, tuple(vals)) for (u, v), vals in sorted(found.items()))
+
+    @property
+    def unique(self) -> dict[str, tuple[int, ...]]:
+        """Layers by signature, in order of first appearance."""
+        groups: dict[str, list[int]] = {}
+        for layer in self.layers:
+            groups.setdefault(layer.signature, []).append(layer.index)
+        return {s: tuple(g) for s, g in groups.items()}
+
+    def layer_values(self, layer: Layer) -> tuple[Value, ...]:
+        """Shapes of the inputs of a layer's jaxpr: params, operands, reads."""
+        return (
+            *(self.params[i] for i in layer.params),
+            *(self.operands[i] for i in layer.operands),
+            *(self.values[i] for i in layer.reads),
+        )

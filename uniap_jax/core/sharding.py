@@ -1,0 +1,180 @@
+"""What a strategy does to a layer's arrays. The profiler measures it, the cost model prices it, the runtime runs it.
+
+A stage's sub-mesh has axes of prime size, `x0`, `x1`, ..., largest factor first. The data ways of a layer take a
+prefix of the axes, its tensor ways a suffix, its fsdp ways what lies between; so the batch is split over a prefix in
+every layer, and two neighbours with different strategies never swap axes.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from uniap_jax.core import dims
+from uniap_jax.core.errors import StrategyError
+from uniap_jax.core.graph import Layer, LayerGraph, Value
+from uniap_jax.core.strategy import Strategy, prime_factors
+
+
+def axis_sizes(num_devices: int) -> tuple[tuple[str, int], ...]:
+    """Axes of a sub-mesh: name and prime size; 12 -> (("x0", 3), ("x1", 2), ("x2", 2))."""
+    return tuple((f"x{i}", p) for i, p in enumerate(prime_factors(num_devices)))
+
+
+def make_mesh(devices: list) -> Mesh:  # type: ignore[type-arg]
+    """The sub-mesh of a stage; one axis `x0` of size 1 where there is one device. Axes are Auto."""
+    sizes = [p for _, p in axis_sizes(len(devices))] or [1]
+    return Mesh(np.asarray(devices, dtype=object).reshape(sizes), tuple(f"x{i}" for i in range(len(sizes))))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Axes:
+    """Names of the mesh axes that each kind of split takes."""
+
+    data: tuple[str, ...]
+    fsdp: tuple[str, ...]
+    tensor: tuple[str, ...]
+
+    @property
+    def batch(self) -> tuple[str, ...]:
+        """Axes over which the batch is split."""
+        return self.data + self.fsdp
+
+
+def assign_axes(strategy: Strategy, num_devices: int) -> Axes:
+    """Lays a strategy on a sub-mesh of `num_devices`.
+
+    Raises:
+        StrategyError: the degrees do not multiply to the number of devices or split a prime axis.
+    """
+    sizes = axis_sizes(num_devices)
+    if strategy.num_devices != num_devices:
+        raise StrategyError(
+            f"strategy {strategy} uses {strategy.num_devices} devices but the stage has {num_devices}; "
+            f"the degrees must multiply to {num_devices}",
+            strategy=str(strategy),
+            num_devices=num_devices,
+        )
+    names, position, taken = [n for n, _ in sizes], 0, []
+    for degree in (strategy.data, strategy.fsdp, strategy.tensor):
+        start, product = position, 1
+        while product < degree and position < len(sizes):
+            product *= sizes[position][1]
+            position += 1
+        if product != degree:
+            raise StrategyError(
+                f"strategy {strategy} cannot be laid on {num_devices} devices with axes "
+                f"{'x'.join(str(p) for _, p in sizes)}: degree {degree} is not a product of neighbouring axes",
+                strategy=str(strategy),
+                num_devices=num_devices,
+            )
+        taken.append(tuple(names[start:position]))
+    return Axes(data=taken[0], fsdp=taken[1], tensor=taken[2])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSharding:
+    """How every array at the edge of a layer is laid out under one strategy.
+
+    Attributes:
+        params: of each parameter as the layer computes with it (gathered over fsdp axes under ZeRO 1 and 2).
+        stored: of each parameter between steps.
+        grads: of each gradient as it is accumulated.
+        optimizer: of optimizer state of the same shape as the parameter.
+        operands: of each operand.
+        reads: of each value read.
+        writes: of each value written.
+    """
+
+    params: tuple[PartitionSpec, ...]
+    stored: tuple[PartitionSpec, ...]
+    grads: tuple[PartitionSpec, ...]
+    optimizer: tuple[PartitionSpec, ...]
+    operands: tuple[PartitionSpec, ...]
+    reads: tuple[PartitionSpec, ...]
+    writes: tuple[PartitionSpec, ...]
+
+
+def batch_spec(value: Value, axes: Axes) -> PartitionSpec:
+    """Splits a value's batch dimension over the batch axes; replicated where it has none."""
+    if value.batch_dim is None or not axes.batch:
+        return PartitionSpec()
+    return PartitionSpec(*([None] * value.batch_dim), axes.batch)
+
+
+def _with_fsdp(value: Value, spec: tuple[tuple[str, ...], ...], fsdp: tuple[str, ...], ways: int, sizes: dict[str, int]) -> PartitionSpec:
+    """Adds the fsdp axes to the largest dimension that still divides; unchanged where none does."""
+    best, best_size = None, 0
+    for dim, names in enumerate(spec):
+        local = value.shape[dim] // math.prod(sizes[n] for n in names)
+        if local % ways == 0 and local > best_size:
+            best, best_size = dim, local
+    placed = [n + fsdp if d == best else n for d, n in enumerate(spec)]
+    return PartitionSpec(*[n or None for n in placed])
+
+
+def layer_sharding(graph: LayerGraph, layer: Layer, strategy: Strategy) -> LayerSharding:
+    """Layout of a layer's arrays on a sub-mesh of `strategy.num_devices` devices.
+
+    Raises:
+        StrategyError: the strategy is illegal for this layer; says which dimension and which sizes would work.
+    """
+    axes = assign_axes(strategy, strategy.num_devices)
+    sizes = dict(axis_sizes(strategy.num_devices))
+    values = graph.layer_values(layer)
+    for value in (*values, *(graph.values[i] for i in layer.writes)):
+        if value.batch_dim is not None and value.shape[value.batch_dim] % strategy.batch_ways:
+            size = value.shape[value.batch_dim]
+            raise StrategyError(
+                f"batch dimension {value.batch_dim} of {value.name or layer.name} has size {size} "
+                f"({graph.num_microbatches} micro-batches of global batch {graph.batch_size}), which does not divide by "
+                f"data×fsdp={strategy.batch_ways} of strategy {strategy}; use a divisor of {size}",
+                strategy=str(strategy),
+                dimension=value.batch_dim,
+                size=size,
+                degree=strategy.batch_ways,
+            )
+    split = dims.tensor_split(layer, strategy.tensor)
+    if split.reason:
+        raise StrategyError(
+            f"layer {layer.name} cannot be split tensor={strategy.tensor}: {split.reason}",
+            strategy=str(strategy),
+            layer=layer.name,
+            degree=strategy.tensor,
+        )
+    tensor_specs = [
+        tuple(axes.tensor if d == split.params[i] else () for d in range(len(graph.params[p].shape)))
+        for i, p in enumerate(layer.params)
+    ]
+    plain = tuple(PartitionSpec(*[n or None for n in s]) for s in tensor_specs)
+    sharded = tuple(
+        _with_fsdp(graph.params[p], s, axes.fsdp, strategy.fsdp, sizes) if axes.fsdp else q
+        for p, s, q in zip(layer.params, tensor_specs, plain, strict=True)
+    )
+    zero = strategy.zero if strategy.fsdp > 1 else 0
+    return LayerSharding(
+        params=plain,
+        stored=sharded if zero == 3 else plain,
+        grads=sharded if zero >= 2 else plain,
+        optimizer=sharded if zero >= 1 else plain,
+        operands=tuple(batch_spec(graph.operands[i], axes) for i in layer.operands),
+        reads=tuple(batch_spec(graph.values[i], axes) for i in layer.reads),
+        writes=tuple(batch_spec(graph.values[i], axes) for i in layer.writes),
+    )
+
+
+def shard_bytes(value: Value, spec: PartitionSpec, sizes: dict[str, int]) -> int:
+    """Bytes of one device's shard of a value."""
+    ways = 1
+    for names in spec:
+        for name in (names,) if isinstance(names, str) else names or ():
+            ways *= sizes[name]
+    return value.nbytes // ways
+
+
+def named(mesh: Mesh, spec: PartitionSpec) -> NamedSharding:
+    """A spec on a sub-mesh."""
+    return NamedSharding(mesh, spec)

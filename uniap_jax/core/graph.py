@@ -97,7 +97,9 @@ class Step:
         param_leaf: for each parameter, the state leaf it is (None where `before` computes it, a cast for example).
         output_leaf: for each output, the state leaf that it replaces (same pytree path, shape and dtype), or None
             for metrics.
-        bind: opaque to all but the frontend's `flatten`/`unflatten`: the trees of arguments and results.
+        flatten: `flatten(*args) -> (state leaves, batch leaves)` of a call, checked against the traced trees.
+        unflatten: `unflatten(outputs, *args) -> result` of the user's step; for nnx objects it also writes the new
+            values into the objects among `args`.
     """
 
     before: ClosedJaxpr
@@ -107,7 +109,8 @@ class Step:
     outputs: tuple[Value, ...]
     param_leaf: tuple[int | None, ...]
     output_leaf: tuple[int | None, ...]
-    bind: Any
+    flatten: Callable[..., tuple[list[Any], list[Any]]]
+    unflatten: Callable[..., Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -1,0 +1,182 @@
+"""Jaxprs as data: flatten nested calls, keep what is needed, count work, name what is equal.
+
+A `Tape` is a jaxpr without nested jits: a list of equations over fresh variables, with the arrays that the trace
+closed over set apart. Everything here rewrites data; nothing is traced or evaluated.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from uniap_jax.core.jax_compat import (
+    ClosedJaxpr,
+    Jaxpr,
+    JaxprEqn,
+    Literal,
+    Var,
+    build_jaxpr,
+    fresh_like,
+)
+
+INLINED = frozenset({"jit", "pjit", "closed_call", "core_call"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Tape:
+    """A flat program: `invars -> outvars` by `eqns`, reading the arrays in `consts` by variable."""
+
+    invars: tuple[Var, ...]
+    outvars: tuple[Any, ...]
+    eqns: tuple[JaxprEqn, ...]
+    consts: dict[Var, Any]
+
+
+def inner_jaxprs(eqn: JaxprEqn) -> Iterator[Any]:
+    """Every jaxpr among an equation's parameters, closed or open."""
+    for value in eqn.params.values():
+        for item in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(item, (Jaxpr, ClosedJaxpr)):
+                yield item
+
+
+def open_jaxpr(jaxpr: Any) -> Any:
+    """The equations' holder of a closed or open jaxpr."""
+    return jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
+
+
+def flatten(jaxpr: Any) -> Tape:
+    """Inlines nested jits, all the way down, over fresh variables."""
+    inner = open_jaxpr(jaxpr)
+    consts: dict[Var, Any] = {}
+    eqns: list[JaxprEqn] = []
+    invars = [fresh_like(v) for v in inner.invars]
+    outvars = _inline(jaxpr, invars, eqns, consts, None)
+    return Tape(invars=tuple(invars), outvars=tuple(outvars), eqns=tuple(eqns), consts=consts)
+
+
+def _inline(jaxpr: Any, args: Sequence[Any], eqns: list[JaxprEqn], consts: dict[Var, Any], outer: Any) -> list[Any]:
+    inner = open_jaxpr(jaxpr)
+    env: dict[Var, Any] = dict(zip(inner.invars, args, strict=True))
+    for var, value in zip(inner.constvars, getattr(jaxpr, "consts", ()), strict=True):
+        env[var] = fresh_like(var)
+        consts[env[var]] = value
+
+    def read(atom: Any) -> Any:
+        return atom if isinstance(atom, Literal) else env[atom]
+
+    for eqn in inner.eqns:
+        source = eqn.source_info
+        if outer is not None:  # names of nested jits start from nothing: put the caller's in front
+            source = source.replace(name_stack=outer.name_stack + source.name_stack)
+        operands = [read(a) for a in eqn.invars]
+        if eqn.primitive.name in INLINED:
+            body = next(inner_jaxprs(eqn))
+            env.update(zip(eqn.outvars, _inline(body, operands, eqns, consts, source), strict=True))
+            continue
+        outs = [fresh_like(v) for v in eqn.outvars]
+        env.update(zip(eqn.outvars, outs, strict=True))
+        eqns.append(eqn.replace(invars=operands, outvars=outs, source_info=source))
+    return [read(a) for a in inner.outvars]
+
+
+def variables(atoms: Iterable[Any]) -> list[Var]:
+    """The variables among atoms, literals left out."""
+    return [a for a in atoms if not isinstance(a, Literal)]
+
+
+def live_eqns(eqns: Sequence[JaxprEqn], wanted: Iterable[Any]) -> tuple[list[JaxprEqn], set[Var]]:
+    """Equations needed for `wanted` (in order) and the variables they need from outside."""
+    needed, kept = set(variables(wanted)), []
+    for eqn in reversed(eqns):
+        if eqn.effects or any(v in needed for v in eqn.outvars):
+            kept.append(eqn)
+            needed.difference_update(eqn.outvars)
+            needed.update(variables(eqn.invars))
+    return kept[::-1], needed
+
+
+def close(invars: Sequence[Var], outvars: Sequence[Any], eqns: Sequence[JaxprEqn]) -> ClosedJaxpr:
+    """A closed jaxpr without constants; every free variable of `eqns` must be among `invars`."""
+    return build_jaxpr(invars, outvars, eqns)
+
+
+# ---- counting --------------------------------------------------------------------------------------------------
+
+
+def _dot_flops(eqn: JaxprEqn) -> float:
+    ((lhs_contract, _), _) = eqn.params["dimension_numbers"]
+    contracted = math.prod(eqn.invars[0].aval.shape[d] for d in lhs_contract)
+    return 2.0 * contracted * math.prod(eqn.outvars[0].aval.shape)
+
+
+def _conv_flops(eqn: JaxprEqn) -> float:
+    rhs = eqn.invars[1].aval.shape
+    spec = eqn.params["dimension_numbers"].rhs_spec
+    per_output = math.prod(rhs[d] for d in spec[1:])
+    return 2.0 * per_output * math.prod(eqn.outvars[0].aval.shape)
+
+
+def eqn_flops(eqn: JaxprEqn) -> float:
+    """Floating-point operations of one equation; an element-wise operation counts one per element."""
+    name = eqn.primitive.name
+    if name == "dot_general":
+        return _dot_flops(eqn)
+    if name == "conv_general_dilated":
+        return _conv_flops(eqn)
+    bodies = [sum(map(eqn_flops, open_jaxpr(j).eqns)) for j in inner_jaxprs(eqn)]
+    if name == "scan":
+        return float(eqn.params["length"]) * sum(bodies)
+    if name == "cond":
+        return max(bodies, default=0.0)
+    if bodies:
+        return bodies[0] if name.startswith("custom_") else sum(bodies)
+    return float(sum(math.prod(getattr(v.aval, "shape", ())) for v in eqn.outvars))
+
+
+def total_flops(jaxpr: Any) -> float:
+    """Floating-point operations of one evaluation of a jaxpr."""
+    return sum(map(eqn_flops, open_jaxpr(jaxpr).eqns))
+
+
+# ---- signatures ------------------------------------------------------------------------------------------------
+
+_ADDRESS = re.compile(r"0x[0-9a-f]+")
+
+
+def _param_text(value: Any) -> str:
+    if isinstance(value, (Jaxpr, ClosedJaxpr)):
+        return signature(value)
+    if isinstance(value, (tuple, list)):
+        return "(" + ",".join(map(_param_text, value)) + ")"
+    if callable(value):
+        return getattr(value, "__name__", type(value).__name__)
+    return _ADDRESS.sub("", str(value))
+
+
+def signature(jaxpr: Any) -> str:
+    """Equal for jaxprs that do the same operations on the same shapes, whatever their names and literal values.
+
+    Literal values are left out on purpose: cost and splitting do not depend on them, and frameworks fold a hash of
+    each layer's name into its random key.
+    """
+    inner = open_jaxpr(jaxpr)
+    ids: dict[Var, int] = {}
+
+    def atom(a: Any) -> str:
+        if isinstance(a, Literal):
+            return f"lit:{a.aval.str_short()}"
+        return f"{ids.setdefault(a, len(ids))}:{a.aval.str_short()}"
+
+    digest = hashlib.sha256()
+    digest.update(",".join(map(atom, (*inner.constvars, *inner.invars))).encode())
+    for eqn in inner.eqns:
+        params = ";".join(f"{k}={_param_text(v)}" for k, v in sorted(eqn.params.items()))
+        line = f"{eqn.primitive.name}[{params}]{list(map(atom, eqn.invars))}->{list(map(atom, eqn.outvars))}"
+        digest.update(line.encode())
+    digest.update(",".join(map(atom, inner.outvars)).encode())
+    return digest.hexdigest()[:24]

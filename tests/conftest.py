@@ -19,7 +19,7 @@ XLA_FLAGS = (
 
 os.environ["XLA_FLAGS"] = " ".join(XLA_FLAGS)
 os.environ["JAX_PLATFORMS"] = "cpu"
-# XLA's CPU client takes its thread count from here; eight devices that meet in a collective need eight threads and more,
+# The CPU client takes its thread count from here: eight devices that meet in a collective need eight threads and more,
 # or they wait for each other for good on a machine with few cores.
 os.environ["NPROC"] = "64"
 # Child processes import this tree, from whatever folder they run in.

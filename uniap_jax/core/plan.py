@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from uniap_jax.core.plan_text import format_plan
 from uniap_jax.core.strategy import Strategy
 
 SCHEDULES = ("gpipe", "one_f_one_b")
@@ -111,3 +112,6 @@ class Plan:
     def stage_layers(self, stage: int) -> tuple[int, ...]:
         """Indices of the layers of one stage, in trace order."""
         return tuple(i for i, layer in enumerate(self.layers) if layer.stage == stage)
+
+    def __str__(self) -> str:
+        return format_plan(self)

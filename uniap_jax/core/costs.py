@@ -10,10 +10,13 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
-from jaxtyping import Bool, Float
+from numpy.typing import NDArray
 
 from uniap_jax.core.plan import SCHEDULES
 from uniap_jax.core.strategy import Strategy
+
+FloatArray = NDArray[np.float64]
+BoolArray = NDArray[np.bool_]
 
 MEMORY_TOLERANCE = 1e-9
 """Relative slack on capacities: sums of floats in another order must not turn a full stage into an overfull one."""
@@ -36,7 +39,7 @@ class Candidate:
     def __post_init__(self) -> None:
         if self.num_stages < 1 or self.num_microbatches < 1:
             raise ValueError(
-                f"candidate with {self.num_stages} stages and {self.num_microbatches} micro-batches: both are at least 1"
+                f"candidate with {self.num_stages} stages, {self.num_microbatches} micro-batches: both are at least 1"
             )
         if self.schedule not in SCHEDULES:
             raise ValueError(f"schedule {self.schedule!r} is unknown; use one of {', '.join(SCHEDULES)}")
@@ -51,31 +54,33 @@ class CostTables:
 
     Attributes:
         candidate: stages, micro-batches, schedule.
-        strategies: of the third axis, in order; empty where the tables come from a file.
-        time_s: forward + backward of one micro-batch.
-        iteration_time_s: once per step: gradient synchronisation and update.
-        memory_bytes: peak share of one device, with the micro-batches in flight on that stage.
-        capacity_bytes: memory of one device of each stage.
-        allowed: whether the layer may take the strategy.
+        time_s: [layers, stages, strategies] forward + backward of one micro-batch.
+        iteration_time_s: [layers, stages, strategies] once per step: gradient synchronisation and update.
+        memory_bytes: [layers, stages, strategies] share of one device, with the micro-batches in flight there.
+        capacity_bytes: [stages] memory of one device.
+        allowed: [layers, strategies] whether the layer may take the strategy.
         edges: (writer, reader) in trace order, writer < reader.
-        reshard_s: per edge inside a stage, [writer's strategy, reader's strategy], forward + backward of one micro-batch.
-        cross_stage_s: same, where the reader is on a later stage: paid at the boundary before the reader's stage.
-        relay_s: per edge, [writer's strategy]: paid at every earlier boundary that the tensor passes.
-        edge_tensor: per edge, id of the tensor it carries, or None where each edge carries its own. Edges with one id
-            share the writer; the tensor crosses a boundary once, at the price of the dearest of them.
+        reshard_s: [edges, writer's strategy, reader's strategy] both in one stage: forward + backward of one
+            micro-batch, part of the stage's time.
+        cross_stage_s: [edges, writer's strategy, reader's strategy] reader on a later stage: paid at the boundary
+            before the reader's stage.
+        relay_s: [edges, writer's strategy] paid at every earlier boundary that the tensor passes.
+        strategies: of the strategies axis, in order; empty where the tables come from a file.
+        edge_tensor: per edge, id of the tensor it carries, or None where each edge carries its own. Edges with one
+            id share the writer; the tensor crosses a boundary once, at the price of the dearest of them.
         layer_names: for people; may be empty.
     """
 
     candidate: Candidate
-    time_s: Float[np.ndarray, "layers stages strategies"]
-    iteration_time_s: Float[np.ndarray, "layers stages strategies"]
-    memory_bytes: Float[np.ndarray, "layers stages strategies"]
-    capacity_bytes: Float[np.ndarray, " stages"]
-    allowed: Bool[np.ndarray, "layers strategies"]
+    time_s: FloatArray
+    iteration_time_s: FloatArray
+    memory_bytes: FloatArray
+    capacity_bytes: FloatArray
+    allowed: BoolArray
     edges: tuple[tuple[int, int], ...]
-    reshard_s: Float[np.ndarray, "edges strategies strategies"]
-    cross_stage_s: Float[np.ndarray, "edges strategies strategies"]
-    relay_s: Float[np.ndarray, "edges strategies"]
+    reshard_s: FloatArray
+    cross_stage_s: FloatArray
+    relay_s: FloatArray
     strategies: tuple[Strategy, ...] = ()
     edge_tensor: tuple[int, ...] | None = None
     layer_names: tuple[str, ...] = ()
@@ -180,14 +185,20 @@ class Evaluation:
 
 
 def step_time(
-    stage_time_s: Float[np.ndarray, " stages"],
-    link_time_s: Float[np.ndarray, " boundaries"],
-    iteration_time_s: Float[np.ndarray, " stages"],
+    stage_time_s: FloatArray,
+    link_time_s: FloatArray,
+    iteration_time_s: FloatArray,
     num_microbatches: int,
 ) -> float:
     """Seconds per step of a synchronous pipeline (UniAP's TPI, with the once-per-step part apart).
 
     TPI = sum_i p_i + sum_j o_j + (c - 1) max({p_i}, {o_j}) + max_i g_i.
+
+    Args:
+        stage_time_s: [stages] p, seconds per micro-batch.
+        link_time_s: [stages - 1] o, seconds per micro-batch.
+        iteration_time_s: [stages] g, seconds per step.
+        num_microbatches: c.
     """
     slowest = max(float(stage_time_s.max()), float(link_time_s.max(initial=0.0)))
     return float(
@@ -214,7 +225,7 @@ def evaluate(tables: CostTables, assignment: Assignment) -> Evaluation:
     stage, strategy = np.asarray(assignment.stage), np.asarray(assignment.strategy)
     rows = np.arange(num_layers)
     stage_time, iteration, memory = (
-        np.bincount(stage, weights=table[rows, stage, strategy], minlength=num_stages)
+        np.bincount(stage, weights=table[rows, stage, strategy], minlength=num_stages).astype(np.float64)
         for table in (tables.time_s, tables.iteration_time_s, tables.memory_bytes)
     )
     link = np.zeros(num_stages - 1)
@@ -244,9 +255,7 @@ def _check_range(name: str, values: tuple[int, ...], length: int, limit: int) ->
         raise ValueError(f"{name} has {len(values)} entries {values[:8]}...; expected {length}, each in [0, {limit})")
 
 
-def _violations(
-    tables: CostTables, stage: np.ndarray, strategy: np.ndarray, memory: Float[np.ndarray, " stages"]
-) -> tuple[str, ...]:
+def _violations(tables: CostTables, stage: np.ndarray, strategy: np.ndarray, memory: FloatArray) -> tuple[str, ...]:
     found = [f"stage {i} is empty" for i in sorted(set(range(len(memory))) - set(stage.tolist()))]
     legal = tables.allowed[np.arange(len(stage)), strategy]
     found += [f"layer {u} may not take strategy {strategy[u]}" for u in np.flatnonzero(~legal)]
@@ -264,32 +273,42 @@ def _violations(
 
 
 class CostModel(Protocol):
-    """What the planner asks of a cost model; nothing else crosses this door.
-
-    Attributes:
-        num_devices: of the cluster.
-        batch_size: global batch.
-        layer_names: in trace order.
-        graph_fingerprint: of the LayerGraph.
-        device_kind: of the cluster.
-        source: "measured", "compiled" or "described".
-        notes: what the model wants people to know, one sentence each.
-    """
+    """What the planner asks of a cost model; nothing else crosses this door."""
 
     @property
-    def num_devices(self) -> int: ...
+    def num_devices(self) -> int:
+        """Devices of the cluster."""
+        ...
+
     @property
-    def batch_size(self) -> int: ...
+    def batch_size(self) -> int:
+        """Global batch."""
+        ...
+
     @property
-    def layer_names(self) -> tuple[str, ...]: ...
+    def layer_names(self) -> tuple[str, ...]:
+        """Names in trace order, for people."""
+        ...
+
     @property
-    def graph_fingerprint(self) -> str: ...
+    def graph_fingerprint(self) -> str:
+        """Of the LayerGraph."""
+        ...
+
     @property
-    def device_kind(self) -> str: ...
+    def device_kind(self) -> str:
+        """Of the cluster, for example "cpu"."""
+        ...
+
     @property
-    def source(self) -> str: ...
+    def source(self) -> str:
+        """ "measured", "compiled" or "described"."""
+        ...
+
     @property
-    def notes(self) -> tuple[str, ...]: ...
+    def notes(self) -> tuple[str, ...]:
+        """What the model wants people to know, one sentence each."""
+        ...
 
     def candidates(self) -> tuple[Candidate, ...]:
         """Every legal candidate: P divides the devices, c divides the batch."""

@@ -1,0 +1,44 @@
+"""What has to stand in the environment before jax starts."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import MutableMapping
+
+from uniap_jax.cli.output import UsageError
+
+DEVICE_FLAG = "--xla_force_host_platform_device_count"
+# The CPU client sizes its thread pool by this. Devices that meet in a collective each hold a thread, so a pool of as
+# many threads as cores waits for itself for good.
+THREADS = "NPROC"
+FEWEST_THREADS = 64
+
+
+def set_environment(devices: int | None, *, environ: MutableMapping[str, str] = os.environ) -> None:
+    """Asks for virtual CPU devices and a thread pool that is large enough for them.
+
+    Args:
+        devices: number of virtual CPU devices; None leaves jax's own choice of platform alone.
+        environ: of the process.
+
+    Raises:
+        UsageError: jax has already started, too late to change it.
+    """
+    if devices is None:
+        return
+    if "jax" in sys.modules:
+        import jax
+
+        if len(jax.devices()) < devices:
+            raise UsageError(
+                f"--devices {devices} was asked for after jax had started with {len(jax.devices())}",
+                devices=devices,
+                started=len(jax.devices()),
+            )
+        return
+    kept = [flag for flag in environ.get("XLA_FLAGS", "").split() if not flag.startswith(DEVICE_FLAG)]
+    environ["XLA_FLAGS"] = " ".join([*kept, f"{DEVICE_FLAG}={devices}"])
+    environ["JAX_PLATFORMS"] = "cpu"
+    threads = environ.get(THREADS, "")
+    environ[THREADS] = str(max(FEWEST_THREADS, 8 * devices, int(threads) if threads.isdigit() else 0))

@@ -1,0 +1,187 @@
+"""Walks a layer's jaxpr, bodies of calls and loops included, and collects its dimension classes."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from uniap_jax.core.dim_classes import ClassBuilder, DimClass, Dims
+from uniap_jax.core.dim_rules import CONST, LIVE, PARAM, Use, rule_for, unknown
+from uniap_jax.core.jax_compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+
+_CALLS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+_INDEXED = ("gather", "dynamic_slice", "dot_general", "conv_general_dilated")
+_JAX_DIR = os.path.dirname(jax.__file__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Walked:
+    """What walking a layer found.
+
+    Attributes:
+        classes: dimension classes of its arrays.
+        notes: one sentence for each primitive without a rule.
+    """
+
+    classes: tuple[DimClass, ...]
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """A value during the walk: what it is made of and its dimensions, None for constants (fresh at every use)."""
+
+    kind: int
+    dims: Dims | None
+
+
+def walk(jaxpr: ClosedJaxpr, num_params: int, num_operands: int) -> Walked:
+    """Collects the classes of `jaxpr(*params, *operands, *reads) -> writes`.
+
+    Values of rank 0 and 1 that a layer writes (losses, running statistics) are small enough to be whole at its edge;
+    all dimensions of other values that it reads or writes are marked as crossing.
+    """
+    builder, held = ClassBuilder(), []
+    for i, var in enumerate(jaxpr.jaxpr.invars):
+        shape = tuple(var.aval.shape)
+        if num_params <= i < num_params + num_operands:
+            held.append(Held(kind=CONST, dims=None))
+            continue
+        dims = builder.fresh(shape)
+        (builder.param if i < num_params else builder.boundary)(dims)
+        held.append(Held(kind=PARAM if i < num_params else LIVE, dims=dims))
+    for out in _Walker(builder).body(jaxpr, held):
+        if out.dims is not None and len(out.dims) > 1:
+            builder.boundary(out.dims)
+    return Walked(classes=builder.classes(), notes=tuple(builder.notes.values()))
+
+
+def source_line(eqn: JaxprEqn) -> str:
+    """`file:line` of the user's code that made an equation, "" where unknown."""
+    traceback = eqn.source_info.traceback
+    for frame in traceback.frames if traceback is not None else ():
+        if not frame.file_name.startswith((_JAX_DIR, "<")):
+            return f"{os.path.basename(frame.file_name)}:{frame.line_num}"
+    return ""
+
+
+def inner_jaxpr(eqn: JaxprEqn) -> Jaxpr | None:
+    """The body of a call (jit, remat, custom derivatives) whose inputs are those of the equation, else None."""
+    for key in _CALLS:
+        body = eqn.params.get(key)
+        if isinstance(body, (Jaxpr, ClosedJaxpr)):
+            opened = open_jaxpr(body)
+            if len(opened.invars) == len(eqn.invars) and len(opened.outvars) == len(eqn.outvars):
+                return opened
+    return None
+
+
+def open_jaxpr(body: Any) -> Jaxpr:
+    """The jaxpr without its constants' values."""
+    return body.jaxpr if isinstance(body, ClosedJaxpr) else body
+
+
+class _Walker:
+    """Gives every value of a jaxpr its dimensions; an environment per call, since cached bodies repeat variables."""
+
+    def __init__(self, builder: ClassBuilder) -> None:
+        self._b = builder
+
+    def body(self, jaxpr: Jaxpr | ClosedJaxpr, inputs: list[Held]) -> list[Held]:
+        opened = open_jaxpr(jaxpr)
+        env: dict[Var, Held] = {v: Held(kind=CONST, dims=None) for v in opened.constvars}
+        env.update(zip(opened.invars, inputs, strict=True))
+
+        def read(atom: Any) -> Held:
+            return Held(kind=CONST, dims=None) if isinstance(atom, Literal) else env[atom]
+
+        for eqn in opened.eqns:
+            env.update(zip(eqn.outvars, self._equation(eqn, [read(v) for v in eqn.invars]), strict=True))
+        return [read(v) for v in opened.outvars]
+
+    def _equation(self, eqn: JaxprEqn, ins: list[Held]) -> list[Held]:
+        if all(h.kind == CONST for h in ins):
+            return [Held(kind=CONST, dims=None)] * len(eqn.outvars)
+        control = {"scan": self._scan, "while": self._while, "cond": self._cond}.get(eqn.primitive.name)
+        if control is not None:
+            return control(eqn, ins)
+        body = inner_jaxpr(eqn)
+        return self.body(body, ins) if body is not None else self._rule(eqn, ins)
+
+    def _rule(self, eqn: JaxprEqn, ins: list[Held]) -> list[Held]:
+        name = eqn.primitive.name
+        dims = tuple(self._dims(h, v) for h, v in zip(ins, eqn.invars, strict=True))
+        use = Use(classes=self._b, eqn=eqn, ins=dims, kinds=tuple(h.kind for h in ins), source=source_line(eqn))
+        outs = rule_for(name)(use)
+        kind = LIVE if name in _INDEXED else max(h.kind for h in ins)
+        for out in outs:
+            self._b.value(out)
+        return [Held(kind=kind, dims=out) for out in outs]
+
+    def _dims(self, held: Held, var: Any) -> Dims:
+        return self._b.fresh(tuple(var.aval.shape)) if held.dims is None else held.dims
+
+    def _unite(self, a: Held, b: Held) -> Held:
+        """One value out of two that take the same place, as both branches of a cond."""
+        if a.dims is None or b.dims is None:
+            return b if a.dims is None else a
+        dims = tuple(self._b.unite(x, y) for x, y in zip(a.dims, b.dims, strict=True))
+        return Held(kind=max(a.kind, b.kind), dims=dims)
+
+    def _carry(self, held: Held, var: Any) -> Held:
+        """A loop carry: an activation whatever it starts as."""
+        return Held(kind=LIVE, dims=self._dims(held, var))
+
+    def _scan(self, eqn: JaxprEqn, ins: list[Held]) -> list[Held]:
+        """The scanned dimension stops; carries unite with themselves one turn later."""
+        body = open_jaxpr(eqn.params["jaxpr"])
+        scanned = [len(v.aval.shape) != len(w.aval.shape) for v, w in zip(eqn.invars, body.invars, strict=True)]
+        stacked = [len(v.aval.shape) != len(w.aval.shape) for v, w in zip(eqn.outvars, body.outvars, strict=True)]
+        carries = stacked.count(False)
+        start = len(ins) - scanned.count(True) - carries
+        source, given = source_line(eqn), []
+        for i, (held, var) in enumerate(zip(ins, eqn.invars, strict=True)):
+            if scanned[i] and held.dims is not None:
+                self._b.block(held.dims[0], "a scan runs along it", source)
+                given.append(Held(kind=held.kind, dims=held.dims[1:]))
+            else:
+                given.append(self._carry(held, var) if start <= i < start + carries else held)
+        outs = self.body(body, given)
+        results = [self._unite(a, b) for a, b in zip(given[start : start + carries], outs[:carries], strict=True)]
+        for held, var in zip(outs[carries:], eqn.outvars[carries:], strict=True):
+            results.append(self._stack(held, var.aval.shape[0], source))
+        return results
+
+    def _stack(self, held: Held, length: int, source: str) -> Held:
+        if held.dims is None:
+            return held
+        turn = self._b.new(length)
+        self._b.block(turn, "a scan runs along it", source)
+        self._b.value((turn, *held.dims))
+        return Held(kind=held.kind, dims=(turn, *held.dims))
+
+    def _while(self, eqn: JaxprEqn, ins: list[Held]) -> list[Held]:
+        """Carries unite with themselves one turn later."""
+        nc, nb = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+        carry = [self._carry(h, v) for h, v in zip(ins[nc + nb :], eqn.invars[nc + nb :], strict=True)]
+        self.body(eqn.params["cond_jaxpr"], [*ins[:nc], *carry])
+        outs = self.body(eqn.params["body_jaxpr"], [*ins[nc : nc + nb], *carry])
+        return [self._unite(a, b) for a, b in zip(carry, outs, strict=True)]
+
+    def _cond(self, eqn: JaxprEqn, ins: list[Held]) -> list[Held]:
+        """Branches agree on their results; the index picks one on every device alike."""
+        if any(n is not None for n in ins[0].dims or ()):
+            return self._opaque(eqn, ins)
+        branches = [self.body(b, ins[1:]) for b in eqn.params["branches"]]
+        results = branches[0]
+        for other in branches[1:]:
+            results = [self._unite(a, b) for a, b in zip(results, other, strict=True)]
+        return results
+
+    def _opaque(self, eqn: JaxprEqn, ins: list[Held]) -> list[Held]:
+        dims = tuple(self._dims(h, v) for h, v in zip(ins, eqn.invars, strict=True))
+        use = Use(classes=self._b, eqn=eqn, ins=dims, kinds=tuple(h.kind for h in ins), source=source_line(eqn))
+        return [Held(kind=LIVE, dims=d) for d in unknown(use)]

@@ -1,0 +1,153 @@
+"""Which dimensions of a layer's parameters tensor parallelism shards: derived from its jaxpr, no names, no marks.
+
+A class of dimensions that is born inside a layer and summed over inside it (heads, MLP width, vocabulary, experts)
+can be cut over devices: activations arrive and leave whole, and the sum is the one all-reduce of Megatron-LM
+(Shoeybi et al., 2019).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import combinations
+from typing import Any
+
+from uniap_jax.core.dim_classes import DimClass, View
+from uniap_jax.core.dim_walk import Walked, walk
+from uniap_jax.core.graph import Layer
+
+# Sharding a small looked-up table (positions, segments) costs an all-reduce of an activation and saves nothing.
+_SMALLEST_TABLE = 0.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSplit:
+    """What `tensor=degree` shards in one layer.
+
+    Attributes:
+        params: for each of `layer.params` the dimension sharded over the tensor axes, or None.
+        reason: "" where the degree is legal for this layer, else why not, with the sizes that would work.
+        views: parameter dimensions that join several sharded pieces; such a parameter is stored whole and cut
+            piece by piece where it is used.
+        chosen: the classes that are sharded.
+        notes: what stands in the way of others, one sentence each with its source line.
+    """
+
+    params: tuple[int | None, ...]
+    reason: str = ""
+    views: tuple[View, ...] = field(default=())
+    chosen: tuple[DimClass, ...] = field(default=())
+    notes: tuple[str, ...] = field(default=())
+
+
+def tensor_split(layer: Layer, degree: int) -> TensorSplit:
+    """Chooses the classes of a layer that are sharded `degree` ways; degree 1 shards nothing and is always legal."""
+    if degree == 1:
+        return TensorSplit(params=(None,) * len(layer.params))
+    walked = layer_classes(layer)
+    open_ = _open_classes(walked.classes, layer)
+    fitting = [c for c in open_ if c.size % degree == 0]
+    chosen = _heaviest(fitting, layer)
+    notes = (*walked.notes, *_notes(walked.classes, open_, chosen, degree))
+    params: list[int | None] = [None] * len(layer.params)
+    for c in chosen:
+        for p, d in c.params:
+            params[p] = d
+    views = tuple(v for c in chosen for v in c.views)
+    reason = "" if chosen else _reason(walked.classes, open_, degree)
+    return TensorSplit(params=tuple(params), reason=reason, views=views, chosen=chosen, notes=notes)
+
+
+def layer_classes(layer: Layer) -> Walked:
+    """Dimension classes of a layer; equal layers are walked once."""
+    return _walked(_Key(layer))
+
+
+class _Key:
+    """A layer as a key: equal where signature, shapes and length are, so that equal layers are walked once."""
+
+    def __init__(self, layer: Layer) -> None:
+        self.layer = layer
+        avals = tuple((tuple(a.shape), str(a.dtype)) for a in (*layer.jaxpr.in_avals, *layer.jaxpr.out_avals))
+        self._key = (layer.signature, len(layer.params), len(layer.operands), len(layer.jaxpr.eqns), avals)
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __eq__(self, other: Any) -> bool:
+        if not isinstance(other, _Key) or self._key != other._key:
+            return False
+        return bool(self.layer.signature) or self.layer is other.layer
+
+
+@lru_cache(maxsize=512)
+def _walked(key: _Key) -> Walked:
+    layer = key.layer
+    return walk(layer.jaxpr, len(layer.params), len(layer.operands))
+
+
+def _sizes(layer: Layer) -> list[int]:
+    """Elements of each parameter."""
+    return [int(a.size) for a in layer.jaxpr.in_avals[: len(layer.params)]]
+
+
+def _elements(c: DimClass, sizes: list[int]) -> int:
+    return sum(sizes[p] for p in {p for p, _ in c.params} | {v.param for v in c.views})
+
+
+def _open_classes(classes: tuple[DimClass, ...], layer: Layer) -> list[DimClass]:
+    """Classes that may be sharded: in a parameter, summed over, nothing in the way, a table only where it is large."""
+    sizes = _sizes(layer)
+    found = [c for c in classes if (c.params or c.views) and c.contracted and not c.blocks]
+    tables = [c for c in found if c.lookup]
+    largest = max(tables, key=lambda c: _elements(c, sizes), default=None)
+    return [c for c in found if not c.lookup or (c is largest and _elements(c, sizes) >= _SMALLEST_TABLE * sum(sizes))]
+
+
+def _heaviest(classes: list[DimClass], layer: Layer) -> tuple[DimClass, ...]:
+    """The conflict-free set of classes that shrinks the most work, parameters deciding between equals."""
+    sizes = _sizes(layer)
+    weight = {c.index: c.flops + _elements(c, sizes) for c in classes}
+    ranked = sorted(classes, key=lambda c: (-weight[c.index], c.index))
+    best: tuple[float, tuple[DimClass, ...]] = (0.0, ())
+    free = [c for c in ranked if not any(o.index in c.conflicts for o in classes)]
+    tight = [c for c in ranked if c not in free][:_EXACT]
+    for count in range(len(tight) + 1):
+        for picked in combinations(tight, count):
+            total = sum(weight[c.index] for c in picked)
+            if total > best[0] and not any(b.index in a.conflicts for a, b in combinations(picked, 2)):
+                best = (total, picked)
+    return tuple(sorted((*free, *best[1]), key=lambda c: c.index))
+
+
+_EXACT = 12
+
+
+def _notes(
+    classes: tuple[DimClass, ...], open_: list[DimClass], chosen: tuple[DimClass, ...], degree: int
+) -> tuple[str, ...]:
+    """Why classes that look like candidates are left whole."""
+    notes = []
+    for c in open_:
+        if c.size % degree:
+            notes.append(f"a dimension of size {c.size} stays whole: it does not divide by {degree}")
+        elif c not in chosen:
+            notes.append(f"a dimension of size {c.size} stays whole: it shares a value with a heavier one")
+    for c in classes:
+        if c.params and c.contracted and c.flops and c.blocks and len(c.blocks) == 1 and c.blocks[0].source:
+            notes.append(f"a dimension of size {c.size} stays whole: {c.blocks[0]}")
+    return tuple(notes)
+
+
+def _reason(classes: tuple[DimClass, ...], open_: list[DimClass], degree: int) -> str:
+    """Why no class can be sharded, and what would work."""
+    if open_:
+        sizes = ", ".join(str(c.size) for c in sorted(open_, key=lambda c: -c.flops))
+        works = sorted({d for c in open_ for d in range(2, c.size + 1) if c.size % d == 0})
+        shown = ", ".join(map(str, works[:8])) + (", ..." if len(works) > 8 else "")
+        return f"its dimensions of size {sizes} do not divide by {degree}; tensor={shown} would work"
+    blocked = [c for c in classes if c.params and c.flops and c.blocks]
+    heaviest = max(blocked, key=lambda c: c.flops, default=None)
+    if heaviest is None:
+        return "it has no dimension of its own to split (every one crosses to another layer); use data or fsdp here"
+    return f"its largest dimension, of size {heaviest.size}, {heaviest.blocks[0]}; use data or fsdp here"

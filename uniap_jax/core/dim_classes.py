@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 Node = int
@@ -85,6 +87,7 @@ class ClassBuilder:
         self._values: dict[Dims, None] = {}
         self._params: list[Dims] = []
         self._boundary: list[Dims] = []
+        self._turns = 1
         self.notes: dict[str, str] = {}
 
     def new(self, size: int) -> Node | None:
@@ -133,10 +136,17 @@ class ClassBuilder:
     def work(self, nodes: set[Node], flops: float) -> None:
         """Counts operations that shrink when any of the dimensions is sharded."""
         for node in nodes:
-            self._flops[node] += flops
+            self._flops[node] += flops * self._turns
+
+    @contextmanager
+    def repeated(self, turns: int) -> Iterator[None]:
+        """Work counted inside is done `turns` times."""
+        before, self._turns = self._turns, self._turns * turns
+        yield
+        self._turns = before
 
     def joint(self, nodes: list[Node | None]) -> None:
-        """Dimensions that act as one merged dimension, slowest first: only the first that may be sharded keeps its class."""
+        """Dimensions that act as one merged dimension, slowest first: only the first that is free keeps its class."""
         known = tuple(n for n in nodes if n is not None)
         if len(known) > 1:
             self._joint.append(known)
@@ -179,8 +189,9 @@ class _Resolver:
         for node, blocks in b._blocks.items():
             self._blocks[root(node)].extend(blocks)
         for dims in b._boundary:
-            for node in filter(None.__ne__, dims):
-                self._add(root(node), "crosses to another layer, where it is whole")  # type: ignore[arg-type]
+            for n in dims:
+                if n is not None:
+                    self._add(root(n), "crosses to another layer, where it is whole")
         conflicts = self._conflicts()
         self._joints()
         self._chains()
@@ -252,7 +263,7 @@ class _Resolver:
             self._add(r, "is the faster part of a joined dimension")
 
     def _chains(self) -> None:
-        """Factors of reshaped dimensions: the slowest keeps the class, or the next where the slowest is cut into pieces."""
+        """Of a reshaped dimension the slowest factor keeps the class, or the next where the slowest is cut up."""
         changed = True
         while changed:
             before = sum(map(len, self._blocks.values()))

@@ -1,288 +1,12 @@
-"""What each primitive does to dimension classes: which dimensions flow through, which are summed, which stop.
-
-A rule gets the equation and the dimensions of its inputs and returns those of its outputs. An input that depends on
-constants and operands alone comes with dimensions of its own at every use: it can be cut to fit any user, and must
-not join two users through, say, a mask that both read.
-"""
+"""Rules for dot products, convolutions and indexing, and the table of all rules by primitive."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
 
-from uniap_jax.core.dim_classes import PIECES, ClassBuilder, Dims, Node
-from uniap_jax.core.jax_compat import JaxprEqn
-
-CONST, PARAM, LIVE = 0, 1, 2
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Use:
-    """One equation as its rule sees it.
-
-    Attributes:
-        classes: where unions and facts are recorded.
-        eqn: the equation.
-        ins: dimensions of each input.
-        kinds: CONST, PARAM (made of parameters alone) or LIVE (depends on activations), per input.
-        source: `file:line` of the equation.
-    """
-
-    classes: ClassBuilder
-    eqn: JaxprEqn
-    ins: tuple[Dims, ...]
-    kinds: tuple[int, ...]
-    source: str
-
-    def shape(self, i: int) -> tuple[int, ...]:
-        """Shape of an input."""
-        return tuple(self.eqn.invars[i].aval.shape)
-
-    def out_shape(self, i: int = 0) -> tuple[int, ...]:
-        """Shape of an output."""
-        return tuple(self.eqn.outvars[i].aval.shape)
-
-    def stop(self, node: Node | None, reason: str) -> None:
-        """Forbids to shard a dimension's class, naming this equation."""
-        self.classes.block(node, reason, self.source)
-
-
-Rule = Callable[[Use], list[Dims]]
-
-
-def elementwise(use: Use) -> list[Dims]:
-    """Same position, same class; scalars and size-1 dimensions carry none."""
-    out: list[Node | None] = [None] * len(use.out_shape())
-    for dims in use.ins:
-        for i, node in enumerate(reversed(dims)):
-            out[-1 - i] = use.classes.unite(out[-1 - i], node)
-    fitted = tuple(n if size > 1 else None for n, size in zip(out, use.out_shape(), strict=True))
-    return [fitted for _ in use.eqn.outvars]
-
-
-def pairwise(use: Use) -> list[Dims]:
-    """Each output is its input."""
-    return list(use.ins)
-
-
-def unknown(use: Use) -> list[Dims]:
-    """Nothing is known: every dimension stops here."""
-    name = use.eqn.primitive.name
-    use.classes.notes.setdefault(
-        name, f"no rule for {name} at {use.source or 'unknown source'}: its dimensions are not sharded"
-    )
-    for dims in use.ins:
-        for node in dims:
-            use.stop(node, f"goes through {name}")
-    outs = [use.classes.fresh(use.out_shape(i)) for i in range(len(use.eqn.outvars))]
-    for dims in outs:
-        for node in dims:
-            use.stop(node, f"comes from {name}")
-    return outs
-
-
-def reduction(use: Use) -> list[Dims]:
-    """Reduced dimensions are summed over, the others flow; variadic reductions pair their inputs."""
-    axes = set(use.eqn.params.get("axes", use.eqn.params.get("dimensions", ())))
-    for dims in use.ins:
-        for axis in axes & set(range(len(dims))):
-            use.classes.contract(dims[axis])
-    whole = _merged(use, [d for d in use.ins if d])
-    kept = tuple(n for i, n in enumerate(whole) if i not in axes)
-    return [kept for _ in use.eqn.outvars]
-
-
-def _merged(use: Use, many: list[Dims]) -> Dims:
-    """Same position, same class, for arrays of one rank."""
-    if not many:
-        return ()
-    out = list(many[0])
-    for dims in many[1:]:
-        out = [use.classes.unite(a, b) for a, b in zip(out, dims, strict=True)]
-    return tuple(out)
-
-
-def along_axis(use: Use) -> list[Dims]:
-    """Scans and sorts along one axis stop it; the others flow."""
-    params = use.eqn.params
-    stopped = {params[k] for k in ("axis", "dimension", "reduction_dimension") if k in params}
-    stopped = {a % len(use.ins[0]) for a in stopped}
-    whole = _merged(use, [d for d in use.ins if d])
-    name = use.eqn.primitive.name
-    outs = []
-    for var in use.eqn.outvars:
-        shape = tuple(var.aval.shape)
-        for axis in stopped:
-            use.stop(whole[axis], f"{name} runs along it")
-        outs.append(tuple(use.classes.new(n) if i in stopped else whole[i] for i, n in enumerate(shape)))
-    return outs
-
-
-def top_k(use: Use) -> list[Dims]:
-    """The last axis is ordered, which stops it."""
-    dims, axis = use.ins[0], use.eqn.params.get("axis", -1) % len(use.ins[0])
-    use.stop(dims[axis], "top_k runs along it")
-    k = use.classes.new(use.out_shape()[axis])
-    return [tuple(k if i == axis else n for i, n in enumerate(dims)) for _ in use.eqn.outvars]
-
-
-def broadcast_in_dim(use: Use) -> list[Dims]:
-    """Mapped dimensions flow; new ones are of their own."""
-    where = use.eqn.params["broadcast_dimensions"]
-    source = {o: i for i, o in enumerate(where)}
-    out = []
-    for o, size in enumerate(use.out_shape()):
-        i = source.get(o)
-        same = i is not None and use.shape(0)[i] == size
-        out.append(use.ins[0][i] if same and i is not None else use.classes.new(size))
-    return [tuple(out)]
-
-
-def transpose(use: Use) -> list[Dims]:
-    """Dimensions change places."""
-    return [tuple(use.ins[0][i] for i in use.eqn.params["permutation"])]
-
-
-def squeeze(use: Use) -> list[Dims]:
-    """Size-1 dimensions go."""
-    gone = {d % len(use.ins[0]) for d in use.eqn.params["dimensions"]}
-    return [tuple(n for i, n in enumerate(use.ins[0]) if i not in gone)]
-
-
-def _groups(a: tuple[int, ...], b: tuple[int, ...]) -> list[tuple[list[int], list[int]]]:
-    """Smallest runs of dimensions of two shapes with equal products, sizes of 1 left out."""
-    left = [i for i, n in enumerate(a) if n != 1]
-    right = [i for i, n in enumerate(b) if n != 1]
-    groups = []
-    while left or right:
-        xs, ys = [left.pop(0)], [right.pop(0)]
-        x, y = a[xs[0]], b[ys[0]]
-        while x != y:
-            if x < y:
-                xs.append(left.pop(0))
-                x *= a[xs[-1]]
-            else:
-                ys.append(right.pop(0))
-                y *= b[ys[-1]]
-        groups.append((xs, ys))
-    return groups
-
-
-def reshape(use: Use) -> list[Dims]:
-    """The slowest factor of a split or merged dimension keeps the class; the others are its faster parts."""
-    dims, shape, new_shape = use.ins[0], use.shape(0), use.out_shape()
-    if 0 in shape or use.eqn.params.get("dimensions") is not None:
-        return unknown(use)
-    out = [use.classes.new(n) for n in new_shape]
-    for xs, ys in _groups(shape, new_shape):
-        use.classes.unite(dims[xs[0]], out[ys[0]])
-        for whole, parts in ((dims[xs[0]], xs), (out[ys[0]], ys)):
-            nodes = [dims[i] if parts is xs else out[i] for i in parts]
-            sizes = [shape[i] if parts is xs else new_shape[i] for i in parts]
-            if len(parts) > 1 and whole is not None:
-                use.classes.chain(whole, tuple(zip(sizes, nodes, strict=True)), use.source)
-    return [tuple(out)]
-
-
-def split(use: Use) -> list[Dims]:
-    """Equal pieces share one class and the joined dimension is (pieces, size of one); unequal pieces stop it."""
-    axis, sizes = use.eqn.params["axis"], tuple(int(n) for n in use.eqn.params["sizes"])
-    whole = use.ins[0][axis]
-    if len(sizes) == 1:
-        return [use.ins[0]]
-    if len(set(sizes)) > 1:
-        use.stop(whole, f"cut into unequal pieces {sizes}")
-        pieces = [use.classes.new(n) for n in sizes]
-        for piece in pieces:
-            use.stop(piece, "is one of several unequal pieces")
-    else:
-        pieces = [_piece(use, whole, len(sizes), sizes[0])] * len(sizes)
-    return [(*use.ins[0][:axis], piece, *use.ins[0][axis + 1 :]) for piece in pieces]
-
-
-def _piece(use: Use, whole: Node | None, outer: int, size: int) -> Node | None:
-    """One class for equal pieces of a dimension."""
-    use.stop(whole, PIECES)
-    piece = use.classes.new(size)
-    if whole is not None:
-        use.classes.chain(whole, ((outer, None), (size, piece)), use.source)
-    return piece
-
-
-def slice_(use: Use) -> list[Dims]:
-    """Untouched dimensions flow; one of several equal pieces is a piece; other cuts stop the dimension."""
-    p = use.eqn.params
-    strides = p["strides"] or (1,) * len(use.ins[0])
-    out = []
-    for i, (node, size, n) in enumerate(zip(use.ins[0], use.shape(0), use.out_shape(), strict=True)):
-        if n == size:
-            out.append(node)
-        elif strides[i] == 1 and size % n == 0 and p["start_indices"][i] % n == 0:
-            out.append(_piece(use, node, size // n, n))
-        else:
-            use.stop(node, f"sliced {p['start_indices'][i]}:{p['limit_indices'][i]} of {size}")
-            out.append(_stopped(use, n, "is a slice"))
-    return [tuple(out)]
-
-
-def _stopped(use: Use, size: int, reason: str) -> Node | None:
-    """A new dimension that cannot be sharded."""
-    node = use.classes.new(size)
-    use.stop(node, reason)
-    return node
-
-
-def resized(use: Use) -> list[Dims]:
-    """dynamic_slice, pad, rev and windows: dimensions of unchanged size flow where untouched, others stop."""
-    return [_resize(use, use.ins[0], use.shape(0), use.out_shape(), _touched(use))]
-
-
-def _touched(use: Use) -> set[int]:
-    """Dimensions whose elements move although their number may stay."""
-    p, name = use.eqn.params, use.eqn.primitive.name
-    if name == "rev":
-        return set(p["dimensions"])
-    if name == "pad":
-        return {i for i, c in enumerate(p["padding_config"]) if tuple(c) != (0, 0, 0)}
-    if "window_dimensions" in p:
-        return {i for i, n in enumerate(p["window_dimensions"]) if n != 1}
-    return set()
-
-
-def _resize(use: Use, dims: Dims, shape: tuple[int, ...], new: tuple[int, ...], touched: set[int]) -> Dims:
-    out: list[Node | None] = []
-    for i, node in enumerate(dims):
-        if shape[i] == new[i] and i not in touched:
-            out.append(node)
-        else:
-            use.stop(node, f"{use.eqn.primitive.name} changes it")
-            out.append(_stopped(use, new[i], f"comes from {use.eqn.primitive.name}"))
-    return tuple(out)
-
-
-def dynamic_update_slice(use: Use) -> list[Dims]:
-    """Dimensions written in full flow; those written in part stop."""
-    for whole, part, n, m in zip(use.ins[0], use.ins[1], use.shape(0), use.shape(1), strict=True):
-        if n == m:
-            use.classes.unite(whole, part)
-        else:
-            use.stop(whole, "dynamic_update_slice writes a part of it")
-            use.stop(part, "is written into a part of another")
-    return [tuple(a if a is not None else None for a in use.ins[0])]
-
-
-def concatenate(use: Use) -> list[Dims]:
-    """The joined dimension stops; the others flow."""
-    axis = use.eqn.params["dimension"]
-    if len(use.ins) == 1:
-        return [use.ins[0]]
-    whole = list(_merged(use, list(use.ins)))
-    for dims in use.ins:
-        use.stop(dims[axis], "concatenated with others")
-    whole[axis] = _stopped(use, use.out_shape()[axis], "is a concatenation")
-    return [tuple(whole)]
+from uniap_jax.core import dim_shape_rules as shape
+from uniap_jax.core.dim_classes import Dims, Node
+from uniap_jax.core.dim_shape_rules import LIVE, PARAM, Rule, Use, resize, stopped
 
 
 def dot_general(use: Use) -> list[Dims]:
@@ -291,8 +15,8 @@ def dot_general(use: Use) -> list[Dims]:
     (lhs, rhs), c = use.ins, use.classes
     batch = [c.unite(lhs[i], rhs[j]) for i, j in zip(lb, rb, strict=True)]
     summed = [c.unite(lhs[i], rhs[j]) for i, j in zip(lc, rc, strict=True)]
-    lfree = [i for i in range(len(lhs)) if i not in lc and i not in lb]
-    rfree = [i for i in range(len(rhs)) if i not in rc and i not in rb]
+    lfree = [i for i, n in enumerate(lhs) if i not in (*lc, *lb)]
+    rfree = [i for i, n in enumerate(rhs) if i not in (*rc, *rb)]
     out = (*batch, *(lhs[i] for i in lfree), *(rhs[i] for i in rfree))
     for node in summed:
         c.contract(node)
@@ -303,23 +27,19 @@ def dot_general(use: Use) -> list[Dims]:
     for kind, dims, free in ((use.kinds[0], lhs, lfree), (use.kinds[1], rhs, rfree)):
         if kind == PARAM:
             c.joint([dims[i] for i in free])
-    if (
-        len(summed) == 1
-        and use.kinds == (LIVE, LIVE)
-        and all(any(d[i] is not None for i in f) for d, f in ((lhs, lfree), (rhs, rfree)))
-    ):
+    if len(summed) == 1 and use.kinds == (LIVE, LIVE) and lfree and rfree:
         use.stop(summed[0], "summed between two activations")
     return [out]
 
 
 def convolution(use: Use) -> list[Dims]:
-    """Batch and output features flow, input features are summed over, windows stop; groups act as the slowest factor."""
+    """Batch and output features flow, input features are summed over, windows stop; groups are the slowest factor."""
     p, c = use.eqn.params, use.classes
     numbers, groups = p["dimension_numbers"], p["feature_group_count"]
     if p["batch_group_count"] != 1:
-        return unknown(use)
+        return shape.unknown(use)
     lhs_spec, rhs_spec, out_spec = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
-    (lhs, rhs), shape, kernel = use.ins, use.shape(0), use.shape(1)
+    (lhs, rhs), sizes, kernel = use.ins, use.shape(0), use.shape(1)
     out: list[Node | None] = [None] * len(lhs)
     out[out_spec[0]], out[out_spec[1]] = lhs[lhs_spec[0]], rhs[rhs_spec[0]]
     if groups == 1:
@@ -330,12 +50,12 @@ def convolution(use: Use) -> list[Dims]:
         use.stop(rhs[rhs_spec[1]], "input features of a grouped convolution")
     for i in range(2, len(lhs)):
         a, k, o = lhs_spec[i], rhs_spec[i], out_spec[i]
-        if kernel[k] == 1 and shape[a] == use.out_shape()[o]:
+        if kernel[k] == 1 and sizes[a] == use.out_shape()[o]:
             out[o] = lhs[a]
         else:
             use.stop(lhs[a], "a convolution window moves along it")
             use.stop(rhs[k], "is a convolution window")
-            out[o] = _stopped(use, use.out_shape()[o], "a convolution window moves along it")
+            out[o] = stopped(use, use.out_shape()[o], "a convolution window moves along it")
     per_output = math.prod(kernel) / kernel[rhs_spec[0]]
     nodes = {n for n in (lhs[lhs_spec[0]], lhs[lhs_spec[1]], rhs[rhs_spec[0]]) if n is not None}
     c.work(nodes, 2.0 * per_output * math.prod(use.out_shape()))
@@ -354,7 +74,7 @@ def gather(use: Use) -> list[Dims]:
     gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
     kept = [i for i in range(len(operand)) if i not in gone]
     windows = iter(
-        _resize(
+        resize(
             use,
             tuple(operand[i] for i in kept),
             tuple(use.shape(0)[i] for i in kept),
@@ -368,7 +88,7 @@ def gather(use: Use) -> list[Dims]:
 
 
 def scatter(use: Use) -> list[Dims]:
-    """Windows written in full, batching and untouched dimensions flow; rows are summed into the dimension they index."""
+    """Windows written in full and untouched dimensions flow; rows are summed into the dimension they index."""
     numbers, c = use.eqn.params["dimension_numbers"], use.classes
     operand, indices, updates = use.ins[:3]
     for i, j in zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True):
@@ -387,42 +107,49 @@ def scatter(use: Use) -> list[Dims]:
     return [operand]
 
 
-_ELEMENTWISE = """abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz complex conj
-convert_element_type copy copy_p copysign cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac imag
-integer_pow is_finite le le_to lgamma log log1p logistic lt lt_to max min mul name ne neg nextafter not or polygamma population_count pow real
-reduce_precision regularized_incomplete_beta rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sharding_constraint sign sin sinh
-sqrt square stop_gradient sub tan tanh xor zeta random_gamma pvary""".split()
-_REDUCTIONS = (
-    "reduce reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor argmax argmin".split()
-)
-_ALONG = "cumsum cumprod cummax cummin cumlogsumexp sort approx_top_k".split()
-_RESIZED = "dynamic_slice pad rev reduce_window reduce_window_sum reduce_window_max reduce_window_min".split()
-_SCATTERS = "scatter scatter-add scatter_add scatter-mul scatter_mul scatter_min scatter_max scatter-min scatter-max scatter_sub scatter-sub".split()
+_ELEMENTWISE = """
+    abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt ceil clamp
+    clz complex conj convert_element_type copy copy_p copysign cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2
+    expm1 floor ge gt igamma igamma_grad_a igammac imag integer_pow is_finite le le_to lgamma log log1p logistic lt
+    lt_to max min mul name ne neg nextafter not or polygamma population_count pow pvary random_gamma real
+    reduce_precision regularized_incomplete_beta rem round rsqrt select_n shift_left shift_right_arithmetic
+    shift_right_logical sharding_constraint sign sin sinh sqrt square stop_gradient sub tan tanh xor zeta
+"""
+_REDUCTIONS = "reduce reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor argmax argmin"
+_ALONG = "cumsum cumprod cummax cummin cumlogsumexp sort approx_top_k"
+_RESIZED = "dynamic_slice pad rev reduce_window reduce_window_sum reduce_window_max reduce_window_min"
+_SCATTERS = """
+    scatter scatter-add scatter-sub scatter-mul scatter-min scatter-max scatter_add scatter_sub scatter_mul scatter_min
+    scatter_max
+"""
 
 
-def rule_for(name: str) -> Rule:
-    """The rule of a primitive, `unknown` where there is none."""
-    return _RULES.get(name, unknown)
+def _all(names: str, rule: Rule) -> dict[str, Rule]:
+    return dict.fromkeys(names.split(), rule)
 
 
-_RULES: dict[str, Any] = {
-    **dict.fromkeys(_ELEMENTWISE, elementwise),
-    **dict.fromkeys(_REDUCTIONS, reduction),
-    **dict.fromkeys(_ALONG, along_axis),
-    **dict.fromkeys(_RESIZED, resized),
-    **dict.fromkeys(_SCATTERS, scatter),
-    "optimization_barrier": pairwise,
-    "top_k": top_k,
-    "broadcast_in_dim": broadcast_in_dim,
-    "transpose": transpose,
-    "squeeze": squeeze,
-    "reshape": reshape,
-    "split": split,
-    "slice": slice_,
-    "dynamic_update_slice": dynamic_update_slice,
-    "concatenate": concatenate,
+_RULES: dict[str, Rule] = {
+    **_all(_ELEMENTWISE, shape.elementwise),
+    **_all(_REDUCTIONS, shape.reduction),
+    **_all(_ALONG, shape.along_axis),
+    **_all(_RESIZED, shape.resized),
+    **_all(_SCATTERS, scatter),
+    "optimization_barrier": shape.pairwise,
+    "top_k": shape.top_k,
+    "broadcast_in_dim": shape.broadcast_in_dim,
+    "transpose": shape.transpose,
+    "squeeze": shape.squeeze,
+    "reshape": shape.reshape,
+    "split": shape.split,
+    "slice": shape.slice_,
+    "dynamic_update_slice": shape.dynamic_update_slice,
+    "concatenate": shape.concatenate,
     "dot_general": dot_general,
     "conv_general_dilated": convolution,
     "gather": gather,
-    "scatter": scatter,
 }
+
+
+def rule_for(name: str) -> Rule:
+    """The rule of a primitive, `shape.unknown` where there is none."""
+    return _RULES.get(name, shape.unknown)

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import os
+import pathlib
 from dataclasses import dataclass
 from typing import Any
 
-import jax
-
 from uniap_jax.core.dim_classes import ClassBuilder, DimClass, Dims
-from uniap_jax.core.dim_rules import CONST, LIVE, PARAM, Use, rule_for, unknown
+from uniap_jax.core.dim_rules import rule_for
+from uniap_jax.core.dim_shape_rules import CONST, LIVE, PARAM, Use, shape_of, unknown
 from uniap_jax.core.jax_compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from uniap_jax.core.jaxprs import open_jaxpr
 
 _CALLS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 _INDEXED = ("gather", "dynamic_slice", "dot_general", "conv_general_dilated")
-_JAX_DIR = os.path.dirname(jax.__file__)
+_LIBRARIES = frozenset({"jax", "jaxlib", "flax", "optax", "chex"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ def walk(jaxpr: ClosedJaxpr, num_params: int, num_operands: int) -> Walked:
     """
     builder, held = ClassBuilder(), []
     for i, var in enumerate(jaxpr.jaxpr.invars):
-        shape = tuple(var.aval.shape)
+        shape = shape_of(var)
         if num_params <= i < num_params + num_operands:
             held.append(Held(kind=CONST, dims=None))
             continue
@@ -61,10 +61,11 @@ def walk(jaxpr: ClosedJaxpr, num_params: int, num_operands: int) -> Walked:
 
 def source_line(eqn: JaxprEqn) -> str:
     """`file:line` of the user's code that made an equation, "" where unknown."""
-    traceback = eqn.source_info.traceback
+    traceback: Any = eqn.source_info.traceback
     for frame in traceback.frames if traceback is not None else ():
-        if not frame.file_name.startswith((_JAX_DIR, "<")):
-            return f"{os.path.basename(frame.file_name)}:{frame.line_num}"
+        path = pathlib.PurePath(frame.file_name)
+        if path.suffix == ".py" and not _LIBRARIES.intersection(path.parts[:-1]):
+            return f"{path.name}:{frame.line_num}"
     return ""
 
 
@@ -73,15 +74,10 @@ def inner_jaxpr(eqn: JaxprEqn) -> Jaxpr | None:
     for key in _CALLS:
         body = eqn.params.get(key)
         if isinstance(body, (Jaxpr, ClosedJaxpr)):
-            opened = open_jaxpr(body)
+            opened: Jaxpr = open_jaxpr(body)
             if len(opened.invars) == len(eqn.invars) and len(opened.outvars) == len(eqn.outvars):
                 return opened
     return None
-
-
-def open_jaxpr(body: Any) -> Jaxpr:
-    """The jaxpr without its constants' values."""
-    return body.jaxpr if isinstance(body, ClosedJaxpr) else body
 
 
 class _Walker:
@@ -122,7 +118,7 @@ class _Walker:
         return [Held(kind=kind, dims=out) for out in outs]
 
     def _dims(self, held: Held, var: Any) -> Dims:
-        return self._b.fresh(tuple(var.aval.shape)) if held.dims is None else held.dims
+        return self._b.fresh(shape_of(var)) if held.dims is None else held.dims
 
     def _unite(self, a: Held, b: Held) -> Held:
         """One value out of two that take the same place, as both branches of a cond."""
@@ -138,8 +134,8 @@ class _Walker:
     def _scan(self, eqn: JaxprEqn, ins: list[Held]) -> list[Held]:
         """The scanned dimension stops; carries unite with themselves one turn later."""
         body = open_jaxpr(eqn.params["jaxpr"])
-        scanned = [len(v.aval.shape) != len(w.aval.shape) for v, w in zip(eqn.invars, body.invars, strict=True)]
-        stacked = [len(v.aval.shape) != len(w.aval.shape) for v, w in zip(eqn.outvars, body.outvars, strict=True)]
+        scanned = [len(shape_of(v)) != len(shape_of(w)) for v, w in zip(eqn.invars, body.invars, strict=True)]
+        stacked = [len(shape_of(v)) != len(shape_of(w)) for v, w in zip(eqn.outvars, body.outvars, strict=True)]
         carries = stacked.count(False)
         start = len(ins) - scanned.count(True) - carries
         source, given = source_line(eqn), []
@@ -149,10 +145,11 @@ class _Walker:
                 given.append(Held(kind=held.kind, dims=held.dims[1:]))
             else:
                 given.append(self._carry(held, var) if start <= i < start + carries else held)
-        outs = self.body(body, given)
+        with self._b.repeated(eqn.params["length"]):
+            outs = self.body(body, given)
         results = [self._unite(a, b) for a, b in zip(given[start : start + carries], outs[:carries], strict=True)]
         for held, var in zip(outs[carries:], eqn.outvars[carries:], strict=True):
-            results.append(self._stack(held, var.aval.shape[0], source))
+            results.append(self._stack(held, shape_of(var)[0], source))
         return results
 
     def _stack(self, held: Held, length: int, source: str) -> Held:

@@ -122,7 +122,7 @@ def train_step(state: State, batch: dict[str, jax.Array]) -> tuple[State, dict[s
     return state.apply_gradients(grads=grads), {"loss": loss}
 
 
-def build(*, size: Size = Size()) -> tuple[State, Callable[..., Any], dict[str, np.ndarray]]:  # noqa: B008
+def build(*, size: Size = Size()) -> tuple[State, Callable[..., Any], dict[str, np.ndarray]]:
     """State, train step and a batch, for `--step uniap_jax.demo_gpt:build`."""
     return create_state(size=size), train_step, make_batch(0, size=size)
 

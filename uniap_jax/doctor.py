@@ -64,8 +64,8 @@ def find_problems(facts: Mapping[str, Any]) -> tuple[str, ...]:
     needed = FEWEST_THREADS_PER_DEVICE * len(devices)
     if devices[0]["platform"] == "cpu" and len(devices) > 1 and threads["pool"] < needed:
         found.append(
-            f"The CPU client has {threads['pool']} threads for {len(devices)} devices and can wait for itself for good; "
-            f"set NPROC={max(64, needed)} in the environment before Python starts."
+            f"The CPU client has {threads['pool']} threads for {len(devices)} devices and can wait for itself for "
+            f"good; set NPROC={max(64, needed)} in the environment before Python starts."
         )
     if facts["packages"]["mip"] is None:
         found.append("python-mip is not installed, so nothing can be solved; pip install mip.")

@@ -7,7 +7,7 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TextIO
 
@@ -54,6 +54,17 @@ class Output:
         """The result for programs; left out without `--json`."""
         if self.as_json:
             print(json.dumps(plain(value)), file=self.stream, flush=True)
+
+    def show(self, facts: Mapping[str, Any], write: Callable[[TextIO], None]) -> None:
+        """A result for programs or, where they did not ask, for people."""
+        self.result(facts)
+        self.people(write)
+
+    def people(self, write: Callable[[TextIO], None]) -> None:
+        """A result for people that writes itself; left out under `--json`."""
+        if not self.as_json:
+            write(self.stream)
+            self.stream.flush()
 
     def close(self) -> None:
         """Flushes; descriptor 1 stays redirected, so that what C libraries print at exit stays off the result."""

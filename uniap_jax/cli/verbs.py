@@ -1,0 +1,262 @@
+"""What each verb does: reads the step, walks through the rooms, shows the result. Imports jax."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import jax
+
+import uniap_jax as uniap
+from uniap_jax.cli.output import CHECK_FAILED, OK, Output, UsageError, say
+from uniap_jax.cli.progress import progress_bar
+from uniap_jax.cli.steps import load_build
+from uniap_jax.core.cluster import Cluster, local_cluster
+from uniap_jax.core.graph import LayerGraph
+from uniap_jax.core.plan import Plan
+from uniap_jax.core.plan_text import format_seconds
+from uniap_jax.core.profile import Profile
+from uniap_jax.core.serialize import load, plan_to_json, profile_to_json, save
+from uniap_jax.core.strategy import parse_strategy
+from uniap_jax.core.topology import load_cluster
+from uniap_jax.report import table
+from uniap_jax.report.facts import print_check, print_facts, print_profile
+
+MEASURING_BUDGET_S = 120.0
+
+
+def doctor(options: Namespace, output: Output) -> int:
+    """Devices, versions, extras, solver, caches, and what is amiss."""
+    from uniap_jax import doctor as room
+
+    facts = room.examine()
+    output.show(facts, lambda stream: print_facts(facts, stream))
+    return OK
+
+
+def trace(options: Namespace, output: Output) -> int:
+    """The layers of a step."""
+    graph = _trace(options)
+    output.show(graph_facts(graph), lambda stream: table.print_graph(graph, stream))
+    return OK
+
+
+def graph_facts(graph: LayerGraph) -> dict[str, Any]:
+    """What `trace --json` prints."""
+    return {
+        "ok": True,
+        "batch_size": graph.batch_size,
+        "fingerprint": graph.fingerprint,
+        "split_reason": graph.split_reason,
+        "notes": graph.notes,
+        "layers": [
+            {
+                "index": layer.index,
+                "name": layer.name,
+                "source": layer.source,
+                "signature": layer.signature,
+                "flops": layer.flops,
+                "param_bytes": table.layer_param_bytes(graph, layer),
+                "activation_bytes": table.layer_output_bytes(graph, layer),
+            }
+            for layer in graph.layers
+        ],
+        "edges": [
+            {"writer": u, "reader": v, "bytes": sum(graph.values[i].nbytes for i in values)}
+            for u, v, values in graph.edges
+        ],
+    }
+
+
+def profile(options: Namespace, output: Output) -> int:
+    """Measures layers and links."""
+    found = _profile(options, _trace(options), _cluster(options))
+    if options.out:
+        save(found, options.out)
+        say(f"saved {options.out}")
+    facts = profile_to_json(found)
+    output.show(facts, lambda stream: print_profile(found, stream))
+    return OK
+
+
+def plan(options: Namespace, output: Output) -> int:
+    """The fastest plan that fits, with its proof."""
+    found = _plan(options, _trace(options), _cluster(options))
+    if options.out:
+        save(found, options.out)
+        say(f"saved {options.out}")
+    output.show(plan_facts(found), lambda stream: table.print_plan(found, stream))
+    return OK
+
+
+def plan_facts(found: Plan) -> dict[str, Any]:
+    """The plan file's object, and what people ask first at its top."""
+    proof = found.certificate
+    return {
+        **plan_to_json(found),
+        "ok": True,
+        "status": proof.status,
+        "step_time_s": found.prediction.step_time_s,
+        "bound_s": proof.bound_s,
+        "gap": proof.gap,
+        "seconds": proof.seconds,
+    }
+
+
+def explain(options: Namespace, output: Output) -> int:
+    """A saved plan, or how two differ."""
+    from uniap_jax.report.difference import plan_difference
+
+    first = _load(options.plan)
+    if options.html:
+        from uniap_jax.report.page import plan_page
+
+        Path(options.html).write_text(plan_page(first), encoding="utf-8")
+        say(f"wrote {options.html}")
+    if options.trace:
+        from uniap_jax.report.trace import write_trace
+
+        write_trace(first, options.trace)
+        say(f"wrote {options.trace}")
+    if not options.other:
+        output.show(plan_facts(first), lambda stream: table.print_plan(first, stream))
+        return OK
+    second = _load(options.other)
+    rows = [{"what": d.what, "first": d.first, "second": d.second} for d in plan_difference(first, second)]
+    output.show({"ok": True, "differences": rows}, lambda stream: table.print_difference(first, second, stream))
+    return OK
+
+
+def check(options: Namespace, output: Output) -> int:
+    """Trains under a plan and on one device from the same start, and compares the numbers."""
+    from uniap_jax.check import check as compare
+
+    report = compare(
+        load_build(options.step),
+        devices=jax.devices(),
+        plan=_load(options.plan) if options.plan else None,
+        steps=options.steps,
+        **_pins(options),
+    )
+    facts = report.to_dict()
+    output.show(facts, lambda stream: print_check(facts, stream))
+    return OK if report.ok else CHECK_FAILED
+
+
+def solve(options: Namespace, output: Output) -> int:
+    """Solves a planning problem given as tables."""
+    from uniap_jax.planner import solve_file
+
+    path = Path(options.tables)
+    if not path.is_file():
+        raise UsageError(f"there is no file {path}", path=str(path))
+    found = solve_file(path, engine=options.engine, time_limit_s=options.time_limit)
+    output.show({"ok": True, **found}, lambda stream: print_facts(found, stream))
+    return OK
+
+
+def run(options: Namespace, output: Output) -> int:
+    """Trains under a plan."""
+    state, train_step, batch = load_build(options.step)()
+    cluster = _cluster(options)
+    graph = uniap.trace(train_step, state, batch)
+    chosen = _load(options.plan) if options.plan else _plan(options, graph, cluster)
+    step = uniap.compile_plan(graph, chosen, cluster)
+    state = step.place(state, batch)
+    seconds, history = [], []
+    for _ in range(options.steps):
+        start = time.perf_counter()
+        state, metrics = step(state, batch)
+        jax.block_until_ready(metrics)
+        seconds.append(time.perf_counter() - start)
+        history.append(_scalars(metrics))
+        told = "  ".join(f"{name} {value:.5g}" for name, value in history[-1].items())
+        output.text(f"step {len(history):4d}  {format_seconds(seconds[-1])}  {told}")
+    median = statistics.median(seconds[1:] or seconds)
+    predicted = chosen.prediction.step_time_s
+    output.text(f"median step {format_seconds(median)}, predicted {format_seconds(predicted)}")
+    output.result(
+        {
+            "ok": True,
+            "metrics": history,
+            "seconds": seconds,
+            "step_time_s": median,
+            "predicted_step_time_s": predicted,
+            "plan": plan_to_json(chosen),
+        }
+    )
+    return OK
+
+
+def demo(options: Namespace, output: Output) -> int:
+    """Plans, trains and checks a small GPT."""
+    from uniap_jax.demo import run_demo
+
+    with progress_bar("profiling") as progress:
+        facts = run_demo(
+            steps=options.steps,
+            tell=output.text,
+            show_plan=lambda found: output.people(lambda stream: table.print_plan(found, stream)),
+            progress=progress,
+        )
+    output.result(facts)
+    return OK if facts["ok"] else CHECK_FAILED
+
+
+def _trace(options: Namespace) -> LayerGraph:
+    state, train_step, batch = load_build(options.step)()
+    return uniap.trace(train_step, state, batch)
+
+
+def _cluster(options: Namespace) -> Cluster:
+    if options.topology:
+        return load_cluster(options.topology, memory_limit=options.memory_limit)
+    return local_cluster(memory_limit=options.memory_limit)
+
+
+def _profile(options: Namespace, graph: LayerGraph, cluster: Cluster) -> Profile:
+    source = options.source or ("described" if options.topology else "measured")
+    if source == "measured" and options.topology:
+        raise UsageError(
+            "--topology names devices that are not here, so nothing can be measured; use --source described"
+        )
+    budget_s = options.budget or MEASURING_BUDGET_S
+    with progress_bar("profiling") as progress:
+        return uniap.profile(
+            graph, cluster, source=source, budget_s=budget_s, cache_dir=options.cache_dir, progress=progress
+        )
+
+
+def _pins(options: Namespace) -> dict[str, Any]:
+    return {
+        "num_stages": options.stages,
+        "num_microbatches": options.microbatches,
+        "schedule": options.schedule,
+        "strategy": parse_strategy(options.strategy) if options.strategy else None,
+    }
+
+
+def _plan(options: Namespace, graph: LayerGraph, cluster: Cluster) -> Plan:
+    costs = uniap.estimate(graph, cluster, _profile(options, graph, cluster))
+    with progress_bar("searching") as progress:
+        return uniap.solve(costs, time_limit_s=options.time_limit, progress=progress, **_pins(options))
+
+
+def _load(path: str) -> Plan:
+    if not Path(path).is_file():
+        raise UsageError(f"there is no file {path}", path=path)
+    found = load(path)
+    if not isinstance(found, Plan):
+        raise UsageError(f"{path} holds a profile, not a plan", path=path)
+    return found
+
+
+def _scalars(metrics: Any) -> dict[str, float]:
+    """The scalars of what a step returned beside its state, by path."""
+    leaves = jax.tree_util.tree_leaves_with_path(metrics)
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="."): float(x) for path, x in leaves if jax.numpy.ndim(x) == 0
+    }

@@ -1,0 +1,107 @@
+"""Facts that are no plan, for the terminal: a profile, a check, what `doctor` found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TextIO
+
+from rich.text import Text
+
+from uniap_jax.core.plan_text import SOURCE_NAMES, format_bytes, format_seconds
+from uniap_jax.core.profile import Profile
+from uniap_jax.report.table import make_console, make_table
+
+
+def fact_rows(facts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """(path, value) of nested facts, lists of plain values in one row, lists of mappings counted by equal ones."""
+    for key, value in facts.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            yield from fact_rows(value, f"{name}.")
+        elif isinstance(value, list | tuple) and value and all(isinstance(v, Mapping) for v in value):
+            for position, item in enumerate(value):
+                yield f"{name}[{position}]", ", ".join(f"{k} {_told(k, v)}" for k, v in item.items() if v is not None)
+        elif isinstance(value, list | tuple):
+            yield name, "; ".join(str(v) for v in value) or "none"
+        else:
+            yield name, _told(key, value)
+
+
+def _told(key: str, value: Any) -> str:
+    if value is None:
+        return "not installed" if "." not in key and not key.endswith("bytes") else "unknown"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int | float) and key.endswith("bytes"):
+        return format_bytes(value)
+    if isinstance(value, float) and key.endswith(("_s", "seconds")):
+        return format_seconds(value)
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def print_facts(facts: Mapping[str, Any], stream: TextIO) -> None:
+    """Two columns: what, and its value."""
+    make_console(stream).print(make_table(("", ""), fact_rows(facts)))
+
+
+def profile_rows(profile: Profile) -> Iterator[Sequence[str]]:
+    """A row for each layer signature, strategy and micro-batch size."""
+    for key, cost in profile.entries:
+        yield (
+            key.signature[:10],
+            key.strategy,
+            str(key.samples),
+            format_seconds(cost.forward_s),
+            format_seconds(cost.backward_s),
+            format_seconds(cost.sync_s),
+            format_bytes(cost.kept_bytes),
+            format_bytes(cost.transient_bytes),
+            cost.origin,
+            f"{100 * cost.spread:.0f} %" if cost.runs else "",
+        )
+
+
+def print_profile(profile: Profile, stream: TextIO) -> None:
+    """Layers by strategy, then links."""
+    console = make_console(stream)
+    header = ("layer", "strategy", "samples", "forward", "backward", "sync", "kept", "transient", "origin", "spread")
+    title = (
+        f"{len(profile.entries)} entries, {SOURCE_NAMES[profile.source]}, {profile.num_devices} × {profile.device_kind}"
+    )
+    console.print(make_table(header, profile_rows(profile), title=title, right=(2, 3, 4, 5, 6, 7, 9)))
+    rows = (
+        (f.kind, str(f.size), str(f.stride), format_seconds(f.alpha_s), _bandwidth(f.beta_s_per_byte), f.origin)
+        for f in profile.links
+    )
+    if profile.links:
+        console.print(
+            make_table(("collective", "devices", "stride", "latency", "rate", "origin"), rows, right=(1, 2, 3, 4))
+        )
+    for note in (*profile.notes, f"took {format_seconds(profile.seconds)}"):
+        console.print(Text(note))
+
+
+def _bandwidth(beta_s_per_byte: float) -> str:
+    return f"{1e-9 / beta_s_per_byte:.3g} GB/s" if beta_s_per_byte > 0 else "unlimited"
+
+
+def print_check(facts: Mapping[str, Any], stream: TextIO) -> None:
+    """What `check` compared: the largest differences, the loss per step, notes, the verdict."""
+    console = make_console(stream)
+    rows = [
+        (f"step {i}", _told("", step))
+        if not isinstance(step, Mapping)
+        else (f"step {i}", ", ".join(f"{k} {_told(k, v)}" for k, v in step.items()))
+        for i, step in enumerate(facts.get("per_step", ()))
+    ]
+    for name, what in (
+        ("loss_rel_diff", "largest relative difference of the loss"),
+        ("grad_rel_diff", "largest relative difference of a gradient"),
+        ("grad_leaf", "in"),
+        ("state_abs_diff", "largest absolute difference of the state"),
+    ):
+        rows.append((what, _told(name, facts.get(name))))
+    console.print(make_table(("", ""), rows))
+    for note in facts.get("notes", ()):
+        console.print(Text(f"note: {note}"))
+    console.print("ok: the plan computes what one device computes" if facts["ok"] else "FAILED: the numbers differ")

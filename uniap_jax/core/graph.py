@@ -100,6 +100,7 @@ class Step:
         flatten: `flatten(*args) -> (state leaves, batch leaves)` of a call, checked against the traced trees.
         unflatten: `unflatten(outputs, *args) -> result` of the user's step; for nnx objects it also writes the new
             values into the objects among `args`.
+        state_result: `state_result(state leaves)`: the user's non-batch argument (a tuple where there are several).
     """
 
     before: ClosedJaxpr
@@ -111,6 +112,7 @@ class Step:
     output_leaf: tuple[int | None, ...]
     flatten: Callable[..., tuple[list[Any], list[Any]]]
     unflatten: Callable[..., Any]
+    state_result: Callable[..., Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -55,11 +55,14 @@ def flatten(jaxpr: Any) -> Tape:
     consts: dict[Var, Any] = {}
     eqns: list[JaxprEqn] = []
     invars = [fresh_like(v) for v in inner.invars]
-    outvars = _inline(jaxpr, invars, eqns, consts, None)
+    outvars = inline_into(jaxpr, invars, eqns, consts)
     return Tape(invars=tuple(invars), outvars=tuple(outvars), eqns=tuple(eqns), consts=consts)
 
 
-def _inline(jaxpr: Any, args: Sequence[Any], eqns: list[JaxprEqn], consts: dict[Var, Any], outer: Any) -> list[Any]:
+def inline_into(
+    jaxpr: Any, args: Sequence[Any], eqns: list[JaxprEqn], consts: dict[Var, Any], outer: Any = None
+) -> list[Any]:
+    """Appends a jaxpr's equations to `eqns` with `args` for its inputs; returns the atoms of its outputs."""
     inner = open_jaxpr(jaxpr)
     env: dict[Var, Any] = dict(zip(inner.invars, args, strict=True))
     for var, value in zip(inner.constvars, getattr(jaxpr, "consts", ()), strict=True):
@@ -76,7 +79,7 @@ def _inline(jaxpr: Any, args: Sequence[Any], eqns: list[JaxprEqn], consts: dict[
         operands = [read(a) for a in eqn.invars]
         if eqn.primitive.name in INLINED:
             body = next(inner_jaxprs(eqn))
-            env.update(zip(eqn.outvars, _inline(body, operands, eqns, consts, source), strict=True))
+            env.update(zip(eqn.outvars, inline_into(body, operands, eqns, consts, source), strict=True))
             continue
         outs = [fresh_like(v) for v in eqn.outvars]
         env.update(zip(eqn.outvars, outs, strict=True))
@@ -158,6 +161,13 @@ def _param_text(value: Any) -> str:
     return _ADDRESS.sub("", str(value))
 
 
+def eqn_text(eqn: JaxprEqn) -> str:
+    """Structure of one equation: operation, parameters and shapes, without names and literal values."""
+    params = ";".join(f"{k}={_param_text(v)}" for k, v in sorted(eqn.params.items()))
+    shapes = [a.aval.str_short() for a in (*eqn.invars, *eqn.outvars)]
+    return f"{eqn.primitive.name}[{params}]{shapes}"
+
+
 def signature(jaxpr: Any) -> str:
     """Equal for jaxprs that do the same operations on the same shapes, whatever their names and literal values.
 
@@ -175,8 +185,7 @@ def signature(jaxpr: Any) -> str:
     digest = hashlib.sha256()
     digest.update(",".join(map(atom, (*inner.constvars, *inner.invars))).encode())
     for eqn in inner.eqns:
-        params = ";".join(f"{k}={_param_text(v)}" for k, v in sorted(eqn.params.items()))
-        line = f"{eqn.primitive.name}[{params}]{list(map(atom, eqn.invars))}->{list(map(atom, eqn.outvars))}"
+        line = f"{eqn_text(eqn)}{list(map(atom, eqn.invars))}->{list(map(atom, eqn.outvars))}"
         digest.update(line.encode())
     digest.update(",".join(map(atom, inner.outvars)).encode())
     return digest.hexdigest()[:24]

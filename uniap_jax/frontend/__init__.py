@@ -1,0 +1,253 @@
+"""From a train step to layers: capture, split around the loss, cut. One door: `trace`."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from uniap_jax.core.errors import TraceError
+from uniap_jax.core.graph import LayerGraph, Operand, Step, Value
+from uniap_jax.core.jax_compat import Literal, Var
+from uniap_jax.frontend.arguments import Arguments
+from uniap_jax.frontend.batching import CONST, FACTOR, Kind, classify, grown_dims
+from uniap_jax.frontend.capture import capture
+from uniap_jax.frontend.cut import cut_points, weigh
+from uniap_jax.frontend.layers import Cut, build_layers
+from uniap_jax.frontend.rng import CannotSlice, slice_random_bits
+from uniap_jax.frontend.split import LossTape, SplitStep, split_step
+
+__all__ = ["trace"]
+
+REDUCTIONS = {"mean": "mean", "sum": "sum", "rows": "concat", "const": "same"}
+
+
+def trace(
+    train_step: Callable[..., Any],
+    *args: Any,
+    batch_argnums: int | Sequence[int] = (1,),
+    static_argnums: int | Sequence[int] = (),
+) -> LayerGraph:
+    """Captures a train step and cuts its loss into layers; nothing is computed or compiled.
+
+    Args:
+        train_step: the user's step; plain, or under `jax.jit` or `nnx.jit`.
+        *args: an example call; arrays or `jax.ShapeDtypeStruct`s.
+        batch_argnums: arguments whose leaves have the global batch as leading dimension.
+        static_argnums: arguments handed to the step as they are.
+
+    Returns:
+        The graph of layers, in trace order.
+
+    Raises:
+        TraceError: no gradient, several, or arguments that cannot be traced.
+    """
+    batch_argnums = (batch_argnums,) if isinstance(batch_argnums, int) else tuple(batch_argnums)
+    static_argnums = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
+    arguments = Arguments(args, batch_argnums=batch_argnums, static_argnums=static_argnums)
+    return _Tracer(train_step, args, arguments, batch_argnums, static_argnums).graph()
+
+
+def _resized(args: Sequence[Any], batch_argnums: Sequence[int], size: int) -> tuple[Any, ...]:
+    """The example call with another global batch."""
+    count = len(args)
+    cut = {a % count for a in batch_argnums}
+
+    def leaf(x: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype)
+
+    return tuple(jax.tree.map(leaf, a) if i in cut else a for i, a in enumerate(args))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Batching:
+    """What two traces tell about the batch."""
+
+    kinds: dict[Var, Kind]
+    dims: dict[Var, int | None]
+    reason: str
+
+
+class _Tracer:
+    """One traced call; re-traces it at other batch sizes with the same cuts."""
+
+    def __init__(
+        self, step: Callable[..., Any], args: Sequence[Any], arguments: Arguments, batch: Sequence[int], static: Sequence[int]
+    ) -> None:
+        self.step, self.args, self.arguments = step, args, arguments
+        self.batch_argnums, self.static_argnums = batch, static
+        self.captured = capture(step, arguments)
+        self.whole = split_step(self.captured)
+        self.index = Var(jax.make_jaxpr(lambda i: i)(jax.ShapeDtypeStruct((), jnp.int32)).in_avals[0])
+        work = weigh(self.whole.loss)
+        if not work.order:
+            raise TraceError("the loss does not depend on the parameters it is differentiated by")
+        self.order, self.starts = work.order, (0, *cut_points(work))
+        self.batching = self._batching()
+        self._cache: dict[int, LayerGraph] = {}
+        self._lock = threading.Lock()
+
+    def _retrace(self, size: int) -> SplitStep:
+        args = _resized(self.args, self.batch_argnums, size)
+        arguments = Arguments(args, batch_argnums=self.batch_argnums, static_argnums=self.static_argnums)
+        return split_step(capture(self.step, arguments))
+
+    def _batching(self) -> _Batching:
+        """Kinds of all values, from a second trace at twice the batch."""
+        loss = self.whole.loss
+        try:
+            large = self._retrace(self.arguments.batch_size * FACTOR).loss
+            kinds = classify(loss, large, loss.batch, large.batch)
+        except (TypeError, ValueError) as error:
+            # the step is written for one batch size only: it can be planned, but its batch cannot be followed
+            reason = f"the step does not trace at another batch size ({str(error).splitlines()[0]})"
+            return _Batching(kinds={v: Kind("rows") for v in loss.batch}, dims=dict.fromkeys(loss.batch, 0), reason=reason)
+        dims: dict[Var, int | None] = dict.fromkeys(loss.batch, 0)
+        for a, b in zip(loss.eqns, large.eqns, strict=True):
+            for x, y in zip(a.outvars, b.outvars, strict=True):
+                grown = grown_dims(x.aval, y.aval)
+                dims[x] = grown[0] if grown else None
+        return _Batching(kinds=kinds, dims=dims, reason=self._split_reason(kinds))
+
+    def _kind(self, atom: Any, kinds: dict[Var, Kind]) -> Kind:
+        return CONST if isinstance(atom, Literal) else kinds.get(atom, CONST)
+
+    def _split_reason(self, kinds: dict[Var, Kind]) -> str:
+        for i, atom in enumerate(self.whole.loss.results):
+            kind = self._kind(atom, kinds)
+            what = "the loss" if i == 0 else f"auxiliary output {i - 1} of the loss"
+            if kind.name == "mixed":
+                return f"{what} is not a mean, a sum or a list over examples: {kind.reason}"
+            if kind.name not in REDUCTIONS or (i == 0 and kind.name == "rows"):
+                return f"{what} is not a mean, a sum or a list over examples"
+            if kind.name == "rows" and i and not getattr(atom.aval, "shape", ()):
+                return f"{what} cannot be put together from micro-batches"
+        return ""
+
+    def _value(self, atom: Any, name: str = "") -> Value:
+        dim = None if isinstance(atom, Literal) else self.batching.dims.get(atom)
+        return Value(shape=tuple(atom.aval.shape), dtype=atom.aval.dtype, batch_dim=dim, name=name)
+
+    def graph(self) -> LayerGraph:
+        """The graph of the whole batch."""
+        cut = build_layers(self.whole.loss, self.order, self.starts, self.index)
+        reductions = tuple(
+            REDUCTIONS.get(self._kind(a, self.batching.kinds).name, "same") for a in self.whole.loss.results
+        )
+        step = self._step()
+        text = [layer.signature for layer in cut.layers] + [repr((v.shape, str(v.dtype))) for v in (*step.state, *step.batch)]
+        graph = LayerGraph(
+            layers=cut.layers,
+            params=self._params(),
+            operands=self._operands(self.whole.loss, 1),
+            values=self._values(cut),
+            results=cut.results,
+            reductions=reductions,
+            step=step,
+            batch_size=self.arguments.batch_size,
+            num_microbatches=1,
+            microbatch=self.microbatch,
+            split_reason=self.batching.reason,
+            fingerprint=hashlib.sha256("\n".join(text).encode()).hexdigest()[:32],
+            notes=(f"The batch is not split into micro-batches: {self.batching.reason}.",) if self.batching.reason else (),
+        )
+        self._cache[1] = graph
+        return graph
+
+    def _values(self, cut: Cut) -> tuple[Value, ...]:
+        writer = {v: layer.name for layer in cut.layers for v in layer.writes}
+        return tuple(self._value(a, f"output of {writer[i]}") for i, a in enumerate(cut.values))
+
+    def _params(self) -> tuple[Value, ...]:
+        names = self.arguments.state_names
+        return tuple(
+            Value(shape=tuple(v.aval.shape), dtype=v.aval.dtype, name=f"parameter {i}" if leaf is None else names[leaf])
+            for i, (v, leaf) in enumerate(zip(self.whole.loss.params, self.whole.param_leaf, strict=True))
+        )
+
+    def _operands(self, loss: LossTape, pieces: int) -> tuple[Operand, ...]:
+        state = [
+            Operand(shape=tuple(v.aval.shape), dtype=v.aval.dtype, kind="state", leaf=i, name=f"operand {i}")
+            for i, v in enumerate(loss.state)
+        ]
+        batch = [
+            Operand(shape=(s.shape[0] // pieces, *s.shape[1:]), dtype=s.dtype, batch_dim=0, kind="batch", leaf=i, name=n)
+            for i, (s, n) in enumerate(zip(self.arguments.batch, self.arguments.batch_names, strict=True))
+        ]
+        return (*state, *batch, Operand(shape=(), dtype=jnp.dtype("int32"), kind="index", name="micro-batch"))
+
+    def _step(self) -> Step:
+        a, outs = self.arguments, self.whole.update.out_avals
+        return Step(
+            before=self.whole.before,
+            update=self.whole.update,
+            state=tuple(Value(shape=s.shape, dtype=s.dtype, name=n) for s, n in zip(a.state, a.state_names, strict=True)),
+            batch=tuple(
+                Value(shape=s.shape, dtype=s.dtype, batch_dim=0, name=n) for s, n in zip(a.batch, a.batch_names, strict=True)
+            ),
+            outputs=tuple(
+                Value(shape=tuple(s.shape), dtype=s.dtype, name=n) for s, n in zip(outs, a.out_names, strict=True)
+            ),
+            param_leaf=self.whole.param_leaf,
+            output_leaf=a.output_leaf(outs),
+            flatten=a.flatten,
+            unflatten=a.unflatten,
+            state_result=a.state_result,
+        )
+
+    def microbatch(self, count: int) -> LayerGraph:
+        """The same layers at batch B/count.
+
+        Raises:
+            TraceError: the batch does not divide, or must not be split; says why.
+        """
+        with self._lock:
+            if count not in self._cache:
+                self._cache[count] = self._microbatch(count)
+            return self._cache[count]
+
+    def _microbatch(self, count: int) -> LayerGraph:
+        whole, size = self._cache[1], self.arguments.batch_size
+        if size % count:
+            raise TraceError(
+                f"batch size {size} cannot be split into {count} micro-batches; use a divisor of {size}",
+                batch_size=size,
+                num_microbatches=count,
+            )
+        if whole.split_reason:
+            raise TraceError(
+                f"the batch cannot be split into {count} micro-batches: {whole.split_reason}; use num_microbatches=1",
+                num_microbatches=count,
+                reason=whole.split_reason,
+            )
+        loss = self._retrace(size // count).loss
+        try:
+            eqns = slice_random_bits(loss.eqns, self.whole.loss.eqns, self.index)
+        except CannotSlice as error:
+            raise TraceError(
+                f"the batch cannot be split into {count} micro-batches without changing its random numbers: {error}; "
+                "use num_microbatches=1",
+                num_microbatches=count,
+                reason=str(error),
+            ) from error
+        order, starts = self._moved(loss.eqns, eqns)
+        cut = build_layers(replace(loss, eqns=tuple(eqns)), order, starts, self.index)
+        return replace(
+            whole,
+            layers=tuple(replace(a, name=b.name, source=b.source) for a, b in zip(cut.layers, whole.layers, strict=True)),
+            operands=self._operands(loss, count),
+            values=tuple(
+                replace(v, shape=tuple(a.aval.shape)) for v, a in zip(whole.values, cut.values, strict=True)
+            ),
+            num_microbatches=count,
+        )
+
+    def _moved(self, before: Sequence[Any], after: Sequence[Any]) -> tuple[list[int], tuple[int, ...]]:
+        """`order` after equations were put in between; those put in depend on no parameter."""
+        place = {e.outvars[0]: i for i, e in enumerate(after)}
+        return [place[before[i].outvars[0]] for i in self.order], self.starts

@@ -1,0 +1,139 @@
+"""From cut points to layers: each a closed jaxpr with its parameters, operands and the values it reads and writes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from uniap_jax.core.graph import Layer
+from uniap_jax.core.jax_compat import Literal, Var
+from uniap_jax.core.jaxprs import close, signature, total_flops, variables
+from uniap_jax.frontend.cut import dependent
+from uniap_jax.frontend.labels import layer_name, source_line, unique_names
+from uniap_jax.frontend.split import LossTape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Cut:
+    """A loss in layers.
+
+    Attributes:
+        layers: in trace order.
+        values: the variable of each value that crosses between layers or leaves.
+        results: positions in `values` of the results.
+    """
+
+    layers: tuple[Layer, ...]
+    values: tuple[Any, ...]
+    results: tuple[int, ...]
+
+
+def build_layers(loss: LossTape, order: Sequence[int], starts: Sequence[int], index: Var) -> Cut:
+    """Builds the layers that start at `starts` (places in `order`).
+
+    What depends on the batch alone is repeated in every layer that reads it. Results that depend on no parameter
+    are made by the last layer.
+
+    Args:
+        loss: the flat loss.
+        order: indices of the equations that run once, in order.
+        starts: places in `order` where layers start, 0 included.
+        index: variable of the micro-batch's index.
+    """
+    once = dependent(loss)
+    helpers = {v: i for i, e in enumerate(loss.eqns) for v in e.outvars if v not in once}
+    segments = [list(order[a:b]) for a, b in zip(starts, [*starts[1:], len(order)], strict=True)]
+    made = {v: s for s, seg in enumerate(segments) for i in seg for v in loss.eqns[i].outvars}
+    values: dict[Any, int] = {}
+    writes: list[list[Any]] = [[] for _ in segments]
+    for s, seg in enumerate(segments):
+        for i in seg:
+            for v in variables(loss.eqns[i].invars):
+                if made.get(v, s) != s and v not in values:
+                    values[v] = len(values)
+                    writes[made[v]].append(v)
+    results = []
+    for atom in loss.results:  # the same atom may be several results, or a literal, or an input passed through
+        key: Any = object() if isinstance(atom, Literal) else atom
+        if key not in values:
+            values[key] = len(values)
+            writes[made.get(key, len(segments) - 1)].append(atom)
+        results.append(values[key])
+    numbers = _Numbers(loss, index, values)
+    layers = [_layer(loss, helpers, s, seg, writes[s], numbers) for s, seg in enumerate(segments)]
+    names = unique_names([layer.name for layer in layers])
+    named = tuple(_renamed(layer, name) for layer, name in zip(layers, names, strict=True))
+    return Cut(layers=named, values=tuple(numbers.atoms(loss)), results=tuple(results))
+
+
+class _Numbers:
+    """Positions of variables among parameters, operands and values."""
+
+    def __init__(self, loss: LossTape, index: Var, values: dict[Any, int]) -> None:
+        self.params = {v: i for i, v in enumerate(loss.params)}
+        self.operands = {v: i for i, v in enumerate((*loss.state, *loss.batch, index))}
+        self.values = values
+
+    def atoms(self, loss: LossTape) -> list[Any]:
+        literals = iter(a for a in loss.results if isinstance(a, Literal))
+        return [v if isinstance(v, Var) else next(literals) for v in self.values]
+
+    def positions(self, atoms: Sequence[Any], loss: LossTape) -> tuple[int, ...]:
+        literals = [v for v in self.values if not isinstance(v, Var)]
+        found, used = [], 0
+        for a in atoms:
+            if isinstance(a, Literal):
+                found.append(self.values[literals[used]])
+                used += 1
+            else:
+                found.append(self.values[a])
+        return tuple(found)
+
+
+def _layer(
+    loss: LossTape, helpers: dict[Var, int], number: int, segment: list[int], writes: list[Any], n: _Numbers
+) -> Layer:
+    wanted = [v for i in segment for v in variables(loss.eqns[i].invars)] + variables(writes)
+    eqns = [loss.eqns[i] for i in sorted({*segment, *_helpers(loss, helpers, wanted)})]
+    inside = {v for e in eqns for v in e.outvars}
+    params: dict[Any, None] = {}
+    operands: dict[Any, None] = {}
+    reads: dict[Any, None] = {}
+    for v in [*(v for e in eqns for v in variables(e.invars)), *variables(writes)]:
+        if v in inside:
+            continue
+        (params if v in n.params else operands if v in n.operands else reads).setdefault(v)
+    jaxpr = close([*params, *operands, *reads], writes, eqns)
+    body = [loss.eqns[i] for i in segment]
+    lines = (source_line(e) for e in body)
+    return Layer(
+        index=number,
+        name=layer_name(body, number),
+        source=next((line for line in lines if line), ""),
+        jaxpr=jaxpr,
+        params=tuple(n.params[v] for v in params),
+        operands=tuple(n.operands[v] for v in operands),
+        reads=tuple(n.values[v] for v in reads),
+        writes=n.positions(writes, loss),
+        signature=f"{signature(jaxpr)}-{len(params)}-{len(operands)}",
+        flops=total_flops(jaxpr),
+    )
+
+
+def _helpers(loss: LossTape, helpers: dict[Var, int], wanted: Sequence[Var]) -> set[int]:
+    """Equations that depend on no parameter and lead to `wanted`."""
+    found: set[int] = set()
+    pending = list(wanted)
+    while pending:
+        i = helpers.get(pending.pop())
+        if i is not None and i not in found:
+            found.add(i)
+            pending.extend(variables(loss.eqns[i].invars))
+    return found
+
+
+def _renamed(layer: Layer, name: str) -> Layer:
+    from dataclasses import replace
+
+    return replace(layer, name=name)

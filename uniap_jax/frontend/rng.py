@@ -1,0 +1,88 @@
+"""Random bits of a micro-batch are the whole batch's, cut: dropout does not change with the number of micro-batches.
+
+`random_bits` of shape (B/c, ...) under the same key gives other bits than the first rows of (B, ...). So every such
+equation whose shape depends on the batch draws the whole batch's bits and keeps the rows of its micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from uniap_jax.core.jax_compat import Var, fresh_like
+from uniap_jax.core.jaxprs import close, flatten, inline_into, inner_jaxprs
+
+CHECKPOINTS = ("remat2", "checkpoint", "remat")
+
+
+class CannotSlice(ValueError):
+    """Random bits are drawn where the micro-batch's index cannot be handed in."""
+
+
+def slice_random_bits(micro: Sequence[Any], whole: Sequence[Any], index: Var) -> list[Any]:
+    """The micro-batch's equations with its random bits cut from the whole batch's.
+
+    Args:
+        micro: equations traced at batch B/c.
+        whole: the same equations traced at batch B.
+        index: scalar int32 variable, which micro-batch.
+
+    Raises:
+        CannotSlice: random bits that depend on the batch inside a construct that cannot take the index.
+    """
+    out: list[Any] = []
+    for small, large in zip(micro, whole, strict=True):
+        if small.primitive.name == "random_bits" and small.params["shape"] != large.params["shape"]:
+            _cut_bits(small, large, index, out)
+        elif _draws(small, large):
+            out.append(_enter(small, large, index))
+        else:
+            out.append(small)
+    return out
+
+
+def _draws(small: Any, large: Any) -> bool:
+    """Whether bodies of two aligned equations hold random bits of different shapes."""
+    for a, b in zip(inner_jaxprs(small), inner_jaxprs(large), strict=True):
+        for x, y in zip(flatten(a).eqns, flatten(b).eqns, strict=True):
+            if x.primitive.name == "random_bits" and x.params["shape"] != y.params["shape"]:
+                return True
+            if _draws(x, y):
+                return True
+    return False
+
+
+def _cut_bits(small: Any, large: Any, index: Var, out: list[Any]) -> None:
+    shape, full = small.params["shape"], large.params["shape"]
+    dims = [d for d, (a, b) in enumerate(zip(shape, full, strict=True)) if a != b]
+    if len(dims) != 1:
+        raise CannotSlice("random bits over pairs of examples")
+    key = fresh_like(large.invars[0])
+    drawn = fresh_like(large.outvars[0])
+    draw = close([key], [drawn], [large.replace(invars=[key], outvars=[drawn])])
+
+    def rows(key: Any, i: Any) -> Any:
+        (bits,) = jax.core.eval_jaxpr(draw.jaxpr, (), key)
+        return jax.lax.dynamic_slice_in_dim(bits, i * shape[dims[0]], shape[dims[0]], axis=dims[0])
+
+    shapes = jax.ShapeDtypeStruct(key.aval.shape, key.aval.dtype), jax.ShapeDtypeStruct((), jnp.int32)
+    outs = inline_into(jax.make_jaxpr(rows)(*shapes), [small.invars[0], index], out, {}, small.source_info)
+    last = out.pop()
+    assert last.outvars == outs, "the slice is the last equation"
+    out.append(last.replace(outvars=small.outvars))
+
+
+def _enter(small: Any, large: Any, index: Var) -> Any:
+    """Rewrites the body of a checkpoint, handing the index in as its last operand."""
+    if small.primitive.name not in CHECKPOINTS:
+        raise CannotSlice(f"random bits inside `{small.primitive.name}`")
+    (a,), (b,) = inner_jaxprs(small), inner_jaxprs(large)
+    micro, whole = flatten(a), flatten(b)
+    if micro.consts:
+        raise CannotSlice("random bits inside a checkpoint that closes over arrays")
+    inner_index = fresh_like(index)
+    body = close([*micro.invars, inner_index], micro.outvars, slice_random_bits(micro.eqns, whole.eqns, inner_index))
+    return small.replace(invars=[*small.invars, index], params={**small.params, "jaxpr": body.jaxpr})

@@ -16,7 +16,7 @@ from uniap_jax.core.cluster import local_cluster
 from uniap_jax.core.plan import Plan
 from uniap_jax.core.plan_text import format_seconds
 from uniap_jax.core.serialize import plan_to_json
-from uniap_jax.demo_gpt import Size, create_state, make_batch, train_step
+from uniap_jax.demo_gpt import FULL, Size, create_state, make_batch, train_step
 
 PROFILE_BUDGET_S = 90.0
 SEARCH_LIMIT_S = 30.0
@@ -29,7 +29,7 @@ Step = Callable[[Any, Any], tuple[Any, dict[str, Any]]]
 
 def run_demo(
     *,
-    size: Size = Size(),
+    size: Size = FULL,
     steps: int,
     tell: Callable[[str], None],
     show_plan: Callable[[Plan], None],

@@ -34,6 +34,7 @@ class Size:
     dropout: float = 0.1
 
 
+FULL = Size()
 TINY = Size(num_layers=2, width=32, num_heads=2, sequence=16, batch=8)
 
 
@@ -122,7 +123,7 @@ def train_step(state: State, batch: dict[str, jax.Array]) -> tuple[State, dict[s
     return state.apply_gradients(grads=grads), {"loss": loss}
 
 
-def build(*, size: Size = Size()) -> tuple[State, Callable[..., Any], dict[str, np.ndarray]]:
+def build(*, size: Size = FULL) -> tuple[State, Callable[..., Any], dict[str, np.ndarray]]:
     """State, train step and a batch, for `--step uniap_jax.demo_gpt:build`."""
     return create_state(size=size), train_step, make_batch(0, size=size)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from uniap_jax.cli.environment import set_environment
 from uniap_jax.cli.options import parse
 from uniap_jax.cli.output import claim_stdout, failure, start_logging
 from uniap_jax.core.errors import UniapError
@@ -26,6 +27,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     output = claim_stdout(as_json=options.json)
     start_logging(verbose=options.verbose)
     try:
+        set_environment(options.devices)
         code = options.verb(options, output)
     except UniapError as error:
         code = failure(error, output)

@@ -190,6 +190,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         parser.exit(0)
     if "verb" not in options:
         parser.error("name a verb: doctor, trace, profile, plan, explain, check, solve, run or demo")
-    if getattr(options, "plan", None) and getattr(options, "strategy", None):
-        parser.error("--plan and --strategy both say how layers are split; give one")
+    pins = ("stages", "microbatches", "schedule", "strategy")
+    pinned = [f"--{name}" for name in pins if getattr(options, name, None) not in (None, "auto")]
+    if pinned and getattr(options, "plan", None):
+        parser.error(f"--plan and {pinned[0]} both say what the plan is; give one")
     return options

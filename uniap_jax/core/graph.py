@@ -101,6 +101,7 @@ class Step:
         unflatten: `unflatten(outputs, *args) -> result` of the user's step; for nnx objects it also writes the new
             values into the objects among `args`.
         state_result: `state_result(state leaves)`: the user's non-batch argument (a tuple where there are several).
+        flat: `flat(*state leaves, *batch leaves) -> outputs`: the user's own step, not captured; the reference.
     """
 
     before: ClosedJaxpr
@@ -113,6 +114,7 @@ class Step:
     flatten: Callable[..., tuple[list[Any], list[Any]]]
     unflatten: Callable[..., Any]
     state_result: Callable[..., Any]
+    flat: Callable[..., list[Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -198,6 +198,7 @@ class _Tracer:
             flatten=a.flatten,
             unflatten=a.unflatten,
             state_result=a.state_result,
+            flat=self.captured.flat,
         )
 
     def microbatch(self, count: int) -> LayerGraph:

@@ -122,12 +122,17 @@ def recording() -> Iterator[None]:
 class Captured:
     """A step as one flat tape in which equation number `loss` holds the loss.
 
-    `tape` maps (state leaves, batch leaves) to the output leaves.
+    Attributes:
+        tape: maps (state leaves, batch leaves) to the output leaves.
+        loss: position of the loss among the tape's equations.
+        arguments: the form of the call.
+        flat: the user's own step on the same leaves, without a capture.
     """
 
     tape: Tape
     loss: int
     arguments: Arguments
+    flat: Callable[..., list[Any]]
 
 
 def unwrap(step: Callable[..., Any]) -> Callable[..., Any]:
@@ -162,7 +167,7 @@ def capture(step: Callable[..., Any], arguments: Arguments) -> Captured:
         jax.clear_caches()
         tape, found = trace()
     if len(found) == 1:
-        return Captured(tape=tape, loss=found[0], arguments=arguments)
+        return Captured(tape=tape, loss=found[0], arguments=arguments, flat=flat)
     raise _explain(tape, found)
 
 

@@ -1,0 +1,66 @@
+"""Parallel plans for JAX train steps, found by one joint optimisation and run as planned.
+
+>>> import uniap_jax as uniap
+>>> step = uniap.parallelize(train_step)  # doctest: +SKIP
+>>> state = step.place(state, batch)  # doctest: +SKIP
+>>> state, metrics = step(state, batch)  # doctest: +SKIP
+"""
+
+from uniap_jax.api import (
+    Parallelized,
+    compile_plan,
+    estimate,
+    load,
+    local_cluster,
+    parallelize,
+    profile,
+    save,
+    solve,
+    trace,
+    value_and_grad,
+)
+from uniap_jax.core.cluster import Cluster, load_cluster
+from uniap_jax.core.errors import (
+    ExecutionError,
+    InfeasibleError,
+    NoPlanInTimeError,
+    PlanMismatchError,
+    ProfileError,
+    SolverError,
+    StrategyError,
+    TraceError,
+    UniapError,
+)
+from uniap_jax.core.graph import LayerGraph
+from uniap_jax.core.plan import Plan
+from uniap_jax.core.strategy import Strategy
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Cluster",
+    "ExecutionError",
+    "InfeasibleError",
+    "LayerGraph",
+    "NoPlanInTimeError",
+    "Parallelized",
+    "Plan",
+    "PlanMismatchError",
+    "ProfileError",
+    "SolverError",
+    "Strategy",
+    "StrategyError",
+    "TraceError",
+    "UniapError",
+    "compile_plan",
+    "estimate",
+    "load",
+    "load_cluster",
+    "local_cluster",
+    "parallelize",
+    "profile",
+    "save",
+    "solve",
+    "trace",
+    "value_and_grad",
+]

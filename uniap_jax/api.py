@@ -1,0 +1,354 @@
+"""What a user calls: `parallelize`, and the five verbs it walks through, each usable alone."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from uniap_jax import cost_model, frontend, planner, profiler, runtime
+from uniap_jax.core.cluster import Cluster, local_cluster
+from uniap_jax.core.costs import CostModel
+from uniap_jax.core.errors import PlanMismatchError, TraceError
+from uniap_jax.core.graph import LayerGraph
+from uniap_jax.core.plan import Plan
+from uniap_jax.core.profile import Profile
+from uniap_jax.core.serialize import load, save
+from uniap_jax.core.strategy import Strategy, parse_strategy
+from uniap_jax.frontend.capture import value_and_grad
+from uniap_jax.runtime import ParallelStep
+
+__all__ = [
+    "Parallelized",
+    "compile_plan",
+    "estimate",
+    "load",
+    "local_cluster",
+    "parallelize",
+    "profile",
+    "save",
+    "solve",
+    "trace",
+    "value_and_grad",
+]
+
+log = logging.getLogger("uniap_jax")
+
+trace = frontend.trace
+solve = planner.solve
+
+
+def profile(
+    graph: LayerGraph,
+    cluster: Cluster | None = None,
+    *,
+    source: str = "measured",
+    devices: Sequence[Any] | None = None,
+    **options: Any,
+) -> Profile:
+    """Times and memory of the layers under every strategy; see `uniap_jax.profiler.profile`.
+
+    Args:
+        graph: from `trace`.
+        cluster: the devices; those of this process by default.
+        source: "measured" on the devices, or "described" from published rates without compiling anything.
+        devices: which of this process's devices to measure on; all by default.
+        **options: `num_stages`, `num_microbatches`, `budget_s`, `cache_dir`, `progress` of the profiler.
+    """
+    return profiler.profile(graph, cluster or local_cluster(devices), source=source, devices=devices, **options)
+
+
+def estimate(graph: LayerGraph, cluster: Cluster | None = None, profile: Profile | None = None) -> CostModel:
+    """Cost tables of every candidate, built as they are asked for.
+
+    Args:
+        graph: from `trace`.
+        cluster: the devices; those of this process by default.
+        profile: from `profile`; None prices with the cluster's published rates.
+    """
+    return cost_model.estimate(graph, cluster or local_cluster(), profile)
+
+
+def compile_plan(
+    graph: LayerGraph,
+    plan: Plan,
+    cluster: Cluster | None = None,
+    *,
+    devices: Sequence[Any] | None = None,
+    donate: bool = True,
+) -> ParallelStep:
+    """Programs that run a plan.
+
+    Args:
+        graph: the graph the plan was made for.
+        plan: from `solve` or `load`.
+        cluster: checked against the plan where given.
+        devices: devices in the plan's numbering; `jax.devices()` by default.
+        donate: whether the state's buffers are given up to the step.
+
+    Raises:
+        PlanMismatchError: the plan is for another model, batch or set of devices.
+    """
+    devices = list(jax.devices() if devices is None else devices)
+    if cluster is not None and cluster.num_devices < plan.num_devices:
+        raise PlanMismatchError(
+            f"the plan uses {plan.num_devices} devices, the cluster has {cluster.num_devices}",
+            needed=plan.num_devices,
+            available=cluster.num_devices,
+        )
+    return runtime.compile(graph, plan, devices=devices, donate=donate)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Options:
+    """What `parallelize` was asked for."""
+
+    devices: tuple[Any, ...] | None
+    cluster: Cluster | None
+    plan: Plan | None
+    profile: Profile | None
+    batch_argnums: tuple[int, ...]
+    donate: bool
+    static_argnums: tuple[int, ...]
+    axis_name: str | None
+    num_stages: int | str
+    num_microbatches: int | str
+    schedule: str
+    strategy: Strategy | None
+    memory_limit: str | int
+    time_limit_s: float
+    budget_s: float
+    cache_dir: str | None
+    source: str
+    progress: Callable[..., None] | None
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Planned:
+    """A plan with its programs, for one form of the call."""
+
+    step: ParallelStep
+    static: tuple[Any, ...] = field(default=())
+
+
+class Parallelized:
+    """A train step that plans itself at its first call and runs as planned from then on.
+
+    Callable with the signature of the user's step. A call whose arguments have another structure or other shapes is
+    planned again, with one log line; Python numbers do not plan again.
+    """
+
+    def __init__(self, train_step: Callable[..., Any], options: Options) -> None:
+        functools.update_wrapper(self, train_step)
+        self._step = _bound_axis(train_step, options.axis_name)
+        self._options = options
+        self._planned: list[ParallelStep] = []
+
+    def __call__(self, *args: Any) -> Any:
+        return self._for(args)(*args)
+
+    def _for(self, args: tuple[Any, ...]) -> ParallelStep:
+        for planned in self._planned:
+            if _fits(planned, args):
+                return planned
+        if self._planned:
+            sizes = _batch_sizes(args, self._options.batch_argnums)
+            log.info("planning again for batch %s: the call differs from those planned before", sizes)
+        self._planned.append(plan_step(self._step, args, self._options))
+        return self._planned[-1]
+
+    @property
+    def _only(self) -> ParallelStep:
+        if not self._planned:
+            raise TraceError(
+                "the step has no plan yet: it is planned from the shapes of its first call. Call it, or "
+                "step.place(state, batch); arrays and jax.ShapeDtypeStruct both do"
+            )
+        return self._planned[-1]
+
+    @property
+    def plan(self) -> Plan:
+        """The plan in force (of the latest call form)."""
+        return self._only.plan
+
+    @property
+    def graph(self) -> LayerGraph:
+        """The captured layers (of the latest call form)."""
+        return self._only.graph
+
+    def place(self, *args: Any) -> Any:
+        """Plans for the shapes of these arguments and returns the state (all that is not batch) sharded as planned."""
+        return self._for(args).place(*args)
+
+    def init(self, create_state: Callable[..., Any], *args: Any, batch: Any = None) -> Any:
+        """Creates the state sharded from the start: no device ever holds more than its shard.
+
+        Args:
+            create_state: function of `args` that returns the step's non-batch argument.
+            *args: its arguments.
+            batch: a batch (or shapes), needed where the step has not been planned yet.
+        """
+        if batch is not None:
+            shape = jax.eval_shape(create_state, *args)
+            return self._for((shape, batch)).init(create_state, *args)
+        return self._only.init(create_state, *args)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._only, name)
+
+
+def _fits(planned: ParallelStep, args: tuple[Any, ...]) -> bool:
+    try:
+        planned.graph.step.flatten(*args)
+    except PlanMismatchError:
+        return False
+    return True
+
+
+def _batch_sizes(args: tuple[Any, ...], batch_argnums: tuple[int, ...]) -> int | None:
+    leaves = jax.tree.leaves([args[a] for a in batch_argnums if -len(args) <= a < len(args)])
+    return next((leaf.shape[0] for leaf in leaves if getattr(leaf, "shape", ())), None)
+
+
+def _bound_axis(train_step: Callable[..., Any], axis_name: str | None) -> Callable[..., Any]:
+    """A step written for `pmap`, with its axis bound to the whole batch."""
+    if axis_name is None:
+        return train_step
+
+    @functools.wraps(train_step)
+    def whole_batch(*args: Any) -> Any:
+        mapped = jax.vmap(train_step, in_axes=None, out_axes=0, axis_name=axis_name, axis_size=1)
+        return jax.tree.map(lambda x: x[0], mapped(*args))
+
+    return whole_batch
+
+
+def plan_step(train_step: Callable[..., Any], args: Sequence[Any], options: Options) -> ParallelStep:
+    """Trace, profile, estimate, solve and compile for one form of the call."""
+    started = time.perf_counter()
+    graph = trace(train_step, *args, batch_argnums=options.batch_argnums, static_argnums=options.static_argnums)
+    for note in graph.notes:
+        log.info("%s", note)
+    plan, planned = options.plan, time.perf_counter()
+    if plan is None:
+        plan = find_plan(graph, options)
+    log.info("traced in %.1f s, planned in %.1f s", planned - started, time.perf_counter() - planned)
+    return compile_plan(graph, plan, options.cluster, devices=options.devices, donate=options.donate)
+
+
+def find_plan(graph: LayerGraph, options: Options) -> Plan:
+    """Profile, estimate and solve for a traced step."""
+    cluster = options.cluster or local_cluster(options.devices, memory_limit=options.memory_limit)
+    measured = options.profile
+    if measured is None and options.source == "measured":
+        measured = profile(
+            graph,
+            cluster,
+            devices=options.devices,
+            num_stages=options.num_stages,
+            num_microbatches=options.num_microbatches,
+            budget_s=options.budget_s,
+            cache_dir=options.cache_dir,
+            progress=options.progress,
+        )
+    return solve(
+        estimate(graph, cluster, measured),
+        time_limit_s=options.time_limit_s,
+        num_stages=options.num_stages,
+        num_microbatches=options.num_microbatches,
+        schedule=options.schedule,
+        strategy=options.strategy,
+        progress=options.progress,
+    )
+
+
+def parallelize(
+    train_step: Callable[..., Any] | None = None,
+    *,
+    devices: Sequence[Any] | None = None,
+    cluster: Cluster | None = None,
+    plan: Plan | None = None,
+    profile: Profile | None = None,
+    batch_argnums: int | Sequence[int] = (1,),
+    donate_argnums: int | Sequence[int] = (0,),
+    static_argnums: int | Sequence[int] = (),
+    axis_name: str | None = None,
+    num_stages: int | str = "auto",
+    num_microbatches: int | str = "auto",
+    schedule: str = "auto",
+    strategy: Strategy | str | None = None,
+    memory_limit: str | int = "90%",
+    time_limit_s: float = 60.0,
+    budget_s: float = 120.0,
+    cache_dir: str | None = None,
+    source: str = "measured",
+    progress: Callable[..., None] | None = None,
+) -> Any:
+    """Wraps a train step so that it is planned and run on many devices; also a decorator.
+
+    The step is an ordinary function of state and batch that takes one gradient. It is captured, cut into layers,
+    profiled, planned with a proof of optimality, compiled and run; it returns what it returned before.
+
+    Args:
+        train_step: `train_step(state, batch) -> (state, metrics)` or any other signature.
+        devices: devices to use; `jax.devices()` by default.
+        cluster: description of the devices; measured from them by default.
+        plan: a plan made before, which is checked and run instead of solving.
+        profile: a profile made before.
+        batch_argnums: arguments whose leaves have the global batch as leading dimension.
+        donate_argnums: arguments whose buffers are given up; () keeps them.
+        static_argnums: arguments handed to the step as they are, hashable or not.
+        axis_name: of a step written for `pmap`: bound to the whole batch.
+        num_stages: pipeline stages, or "auto".
+        num_microbatches: micro-batches per step, or "auto".
+        schedule: "gpipe", "one_f_one_b" or "auto".
+        strategy: pins every layer where legal, for example "data=2,tensor=2"; the nearest legal one elsewhere.
+        memory_limit: share of a device's memory ("90%") or bytes.
+        time_limit_s: seconds for the solver.
+        budget_s: seconds for profiling.
+        cache_dir: where profiles are kept; the user's cache folder by default.
+        source: "measured" profiles the layers on the devices, "described" prices them from published rates.
+        progress: called with progress of profiling and solving.
+
+    Returns:
+        A `Parallelized` step (a decorator where `train_step` is left out).
+
+    Example:
+        >>> step = parallelize(train_step)  # doctest: +SKIP
+        >>> state = step.place(state, batch)  # doctest: +SKIP
+        >>> state, metrics = step(state, batch)  # doctest: +SKIP
+    """
+
+    def numbers(value: int | Sequence[int]) -> tuple[int, ...]:
+        return (value,) if isinstance(value, int) else tuple(value)
+
+    options = Options(
+        devices=None if devices is None else tuple(devices),
+        cluster=cluster,
+        plan=plan,
+        profile=profile,
+        batch_argnums=numbers(batch_argnums),
+        donate=bool(numbers(donate_argnums)),
+        static_argnums=numbers(static_argnums),
+        axis_name=axis_name,
+        num_stages=num_stages,
+        num_microbatches=num_microbatches,
+        schedule=schedule,
+        strategy=parse_strategy(strategy) if isinstance(strategy, str) else strategy,
+        memory_limit=memory_limit,
+        time_limit_s=time_limit_s,
+        budget_s=budget_s,
+        cache_dir=cache_dir,
+        source=source,
+        progress=progress,
+    )
+    if train_step is None:
+        return lambda function: Parallelized(function, options)
+    return Parallelized(train_step, options)

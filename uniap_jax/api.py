@@ -6,7 +6,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -126,14 +126,6 @@ class Options:
     cache_dir: str | None
     source: str
     progress: Callable[..., None] | None
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class _Planned:
-    """A plan with its programs, for one form of the call."""
-
-    step: ParallelStep
-    static: tuple[Any, ...] = field(default=())
 
 
 class Parallelized:

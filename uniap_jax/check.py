@@ -1,0 +1,254 @@
+"""A planned step beside the one-device step: losses, gradients and state, from the same start."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from uniap_jax.api import compile_plan, estimate, local_cluster, solve, trace
+from uniap_jax.core.graph import LayerGraph, Value
+from uniap_jax.core.plan import Plan
+from uniap_jax.core.profile import Profile
+from uniap_jax.core.serialize import plan_to_json
+
+TOLERANCE = {"loss": 1e-5, "grad": 1e-4}
+"""Relative, for steps whose parameters are all 32-bit or wider."""
+LOW_PRECISION = {"loss": 2e-2, "grad": 2e-2}
+"""Relative, where a parameter or an activation is narrower: another order of a bf16 sum differs by 2^-8."""
+FLOOR = 1e-3
+"""A leaf's gradient is compared against its own size, but never less than this share of the largest gradient: a
+gradient that is zero in exact arithmetic (a bias ahead of a softmax) is all rounding."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepDifference:
+    """Differences at one step.
+
+    Attributes:
+        loss: of one device.
+        planned_loss: of the planned step.
+        loss_rel_diff: |planned - one device| / |one device|.
+        grad_rel_diff: largest over leaves of |difference| / max(|leaf|, FLOOR × |largest leaf|), maximum norms.
+        grad_leaf: the leaf where it is largest.
+    """
+
+    loss: float
+    planned_loss: float
+    loss_rel_diff: float
+    grad_rel_diff: float
+    grad_leaf: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckReport:
+    """What `check` found.
+
+    Attributes:
+        loss_rel_diff: worst over the steps.
+        grad_rel_diff: worst over the steps.
+        grad_leaf: parameter where the gradient differs most.
+        state_abs_diff: largest absolute difference of any floating leaf of the outputs after the last step.
+        state_leaf: that leaf.
+        per_step: one entry a step.
+        ok: whether losses and gradients are within `tolerance`.
+        tolerance: ("loss", "grad") relative tolerances that applied.
+        plan: the plan that ran.
+        notes: one sentence each.
+    """
+
+    loss_rel_diff: float
+    grad_rel_diff: float
+    grad_leaf: str
+    state_abs_diff: float
+    state_leaf: str
+    per_step: tuple[StepDifference, ...]
+    ok: bool
+    tolerance: tuple[float, float]
+    plan: Plan
+    notes: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, as `uniap-jax check --json` prints it."""
+        return {**asdict(self), "plan": plan_to_json(self.plan)}
+
+
+def check(
+    build: Callable[[], tuple[Any, Callable[..., Any], Any]],
+    *,
+    devices: Sequence[Any] | None = None,
+    plan: Plan | None = None,
+    profile: Profile | None = None,
+    steps: int = 3,
+    **pins: Any,
+) -> CheckReport:
+    """Checks a step under a plan, or under the best plan that satisfies the pins.
+
+    Args:
+        build: returns (state, train_step, batch).
+        devices: `jax.devices()` by default.
+        plan: the plan to run; where None it is solved for from `profile` (published rates where that is None too).
+        profile: a profile made before.
+        steps: optimizer steps to compare.
+        **pins: `num_stages`, `num_microbatches`, `schedule`, `strategy` of `solve`.
+
+    Raises:
+        InfeasibleError: no plan satisfies the pins for this model; says why.
+        PlanMismatchError: the plan is for another model or number of devices.
+    """
+    state, train_step, batch = build()
+    devices = list(jax.devices() if devices is None else devices)
+    graph = trace(train_step, state, batch)
+    if plan is None:
+        plan = solve(estimate(graph, local_cluster(devices), profile), baselines=False, **pins)
+    return check_plan(graph, plan, (state, batch), devices=devices, steps=steps)
+
+
+def with_gradients(graph: LayerGraph) -> LayerGraph:
+    """The same step on flat leaves, returning (*its outputs, loss, *gradients in the order of the parameters).
+
+    Called as `step(state leaves, batch leaves)`.
+    """
+    step, count = graph.step, len(graph.params)
+    results = len(graph.results)
+    extra = 1 + count
+
+    def update(*args: Any) -> list[Any]:
+        grads = args[len(args) - count :]
+        loss = args[len(args) - count - results]
+        return [*jax.core.eval_jaxpr(step.update.jaxpr, step.update.consts, *args), loss, *grads]
+
+    shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in step.update.in_avals]
+    loss_value = graph.values[graph.results[0]]
+    outputs = (Value(shape=(), dtype=loss_value.dtype, name="loss"), *graph.params)
+
+    return replace(
+        graph,
+        step=replace(
+            step,
+            update=jax.make_jaxpr(update)(*shapes),
+            outputs=(*step.outputs, *outputs),
+            output_leaf=(*step.output_leaf, *([None] * extra)),
+            flatten=lambda state, batch: (list(state), list(batch)),
+            unflatten=lambda outputs, *_: list(outputs),
+        ),
+    )
+
+
+def reference_gradients(graph: LayerGraph) -> Callable[..., tuple[Any, list[Any]]]:
+    """`(*state leaves, *batch leaves) -> (loss, gradients)` of the whole batch, as plain JAX computes them."""
+    step, count = graph.step, len(graph.step.state)
+
+    def loss(params: Sequence[Any], operands: Sequence[Any], batch: Sequence[Any]) -> Any:
+        values: dict[int, Any] = {}
+        for layer in graph.layers:
+            inputs = [params[i] for i in layer.params]
+            for i in layer.operands:
+                operand = graph.operands[i]
+                source = {"state": operands, "batch": batch, "index": [np.int32(0)]}[operand.kind]
+                inputs.append(source[operand.leaf])
+            inputs += [values[i] for i in layer.reads]
+            values.update(zip(layer.writes, jax.core.eval_jaxpr(layer.jaxpr.jaxpr, (), *inputs), strict=True))
+        return values[graph.results[0]]
+
+    def gradients(*leaves: Any) -> tuple[Any, list[Any]]:
+        outs = jax.core.eval_jaxpr(step.before.jaxpr, step.before.consts, *leaves[:count])
+        params, operands = outs[: len(graph.params)], outs[len(graph.params) :]
+        return jax.value_and_grad(loss)(params, operands, leaves[count:])
+
+    return gradients
+
+
+def _floating(value: Any) -> bool:
+    return bool(jax.numpy.issubdtype(getattr(value, "dtype", np.dtype(type(value))), jax.numpy.floating))
+
+
+def _difference(a: Any, b: Any) -> float:
+    x, y = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    if x.shape != y.shape:
+        return float("inf")
+    same_nan = np.isnan(x) & np.isnan(y)
+    gap = np.abs(np.where(same_nan, 0.0, x) - np.where(same_nan, 0.0, y))
+    return float(np.nan_to_num(gap, nan=np.inf).max(initial=0.0))
+
+
+def _compare(graph: LayerGraph, loss: Any, planned: Any, grads: Sequence[Any], planned_grads: Sequence[Any]) -> StepDifference:
+    largest = max((float(np.abs(np.asarray(g, np.float64)).max(initial=0.0)) for g in grads), default=0.0)
+    worst, leaf = 0.0, ""
+    for value, a, b in zip(graph.params, grads, planned_grads, strict=True):
+        size = max(float(np.abs(np.asarray(a, np.float64)).max(initial=0.0)), FLOOR * largest, 1e-30)
+        relative = _difference(a, b) / size
+        if relative >= worst:
+            worst, leaf = relative, value.name
+    loss, planned = float(loss), float(planned)
+    return StepDifference(
+        loss=loss,
+        planned_loss=planned,
+        loss_rel_diff=_difference(loss, planned) / max(abs(loss), 1e-30),
+        grad_rel_diff=worst,
+        grad_leaf=leaf,
+    )
+
+
+def tolerance_of(graph: LayerGraph) -> dict[str, float]:
+    """The tolerances that fit the narrowest floating type of parameters and activations."""
+    floats = [v.dtype for v in (*graph.params, *graph.values) if jax.numpy.issubdtype(v.dtype, jax.numpy.floating)]
+    return LOW_PRECISION if any(np.dtype(d).itemsize < 4 for d in floats) else TOLERANCE
+
+
+def check_plan(graph: LayerGraph, plan: Plan, args: Sequence[Any], *, devices: Sequence[Any] | None = None, steps: int = 3) -> CheckReport:
+    """Runs a plan and the user's own step on one device from the same start and compares them.
+
+    Args:
+        graph: the captured step.
+        plan: the plan to run.
+        args: arguments of the first call; the batch is used at every step.
+        devices: devices of the plan; `jax.devices()` by default.
+        steps: optimizer steps.
+    """
+    devices = list(jax.devices() if devices is None else devices)
+    planned = compile_plan(with_gradients(graph), plan, devices=devices, donate=False)
+    state, batch = graph.step.flatten(*args)
+    with jax.default_device(devices[0]):
+        reference = jax.jit(graph.step.flat)
+        gradients = jax.jit(reference_gradients(graph))
+    ours, theirs = list(state), list(state)
+    differences, outs, expected = [], [], []
+    for _ in range(steps):
+        loss, grads = gradients(*theirs, *batch)
+        expected = reference(*theirs, *batch)
+        outs = planned(ours, batch)
+        extra = 1 + len(graph.params)
+        outs, (planned_loss, *planned_grads) = outs[:-extra], outs[-extra:]
+        differences.append(_compare(graph, loss, planned_loss, grads, planned_grads))
+        ours, theirs = _next_state(graph, ours, outs), _next_state(graph, theirs, expected)
+    worst_state, state_leaf = 0.0, ""
+    for value, a, b in zip(graph.step.outputs, expected, outs, strict=True):
+        if _floating(a) and _difference(a, b) >= worst_state:
+            worst_state, state_leaf = _difference(a, b), value.name
+    limits = tolerance_of(graph)
+    worst = max(differences, key=lambda d: d.grad_rel_diff)
+    loss_rel = max(d.loss_rel_diff for d in differences)
+    return CheckReport(
+        loss_rel_diff=loss_rel,
+        grad_rel_diff=worst.grad_rel_diff,
+        grad_leaf=worst.grad_leaf,
+        state_abs_diff=worst_state,
+        state_leaf=state_leaf,
+        per_step=tuple(differences),
+        ok=loss_rel <= limits["loss"] and worst.grad_rel_diff <= limits["grad"],
+        tolerance=(limits["loss"], limits["grad"]),
+        plan=plan,
+        notes=(*graph.notes, *plan.certificate.notes),
+    )
+
+
+def _next_state(graph: LayerGraph, state: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
+    following = list(state)
+    for leaf, value in zip(graph.step.output_leaf, outputs, strict=True):
+        if leaf is not None:
+            following[leaf] = value
+    return following

@@ -15,6 +15,9 @@ from dataclasses import dataclass
 Node = int
 Dims = tuple[Node | None, ...]
 PIECES = "cut into equal pieces"
+CROSSES = "whole where it crosses to another layer"
+MINOR = "the faster part of a joined dimension"
+SUMMED_BETWEEN = "summed between two activations"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,7 +194,7 @@ class _Resolver:
         for dims in b._boundary:
             for n in dims:
                 if n is not None:
-                    self._add(root(n), "crosses to another layer, where it is whole")
+                    self._add(root(n), CROSSES)
         conflicts = self._conflicts()
         self._joints()
         self._chains()
@@ -250,7 +253,7 @@ class _Resolver:
             for r in set(roots):
                 found[r].update(set(roots) - {r})
                 if roots.count(r) > 1:
-                    self._add(r, "appears twice in one value")
+                    self._add(r, "there twice in one value")
         return found
 
     def _joints(self) -> None:
@@ -260,7 +263,7 @@ class _Resolver:
             free = [r for r in map(self._root, nodes) if not self._blocks[r]]
             minors += [r for r in free[1:] if r != free[0]]
         for r in minors:
-            self._add(r, "is the faster part of a joined dimension")
+            self._add(r, MINOR)
 
     def _chains(self) -> None:
         """Of a reshaped dimension the slowest factor keeps the class, or the next where the slowest is cut up."""
@@ -281,6 +284,6 @@ class _Resolver:
                     self._views[r].add((whole, outer))
                 else:
                     self._views[r].discard((whole, outer))
-                    self._add(r, "is the faster part of a joined dimension", source)
+                    self._add(r, MINOR, source)
                 promoted = promoted and bool(self._blocks[r]) and self._whole(r)
             outer *= size

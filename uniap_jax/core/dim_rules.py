@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from uniap_jax.core import dim_shape_rules as shape
-from uniap_jax.core.dim_classes import Dims, Node
+from uniap_jax.core.dim_classes import SUMMED_BETWEEN, Dims, Node
 from uniap_jax.core.dim_shape_rules import LIVE, PARAM, Rule, Use, resize, stopped
 
 
@@ -28,7 +28,32 @@ def dot_general(use: Use) -> list[Dims]:
         if kind == PARAM:
             c.joint([dims[i] for i in free])
     if len(summed) == 1 and use.kinds == (LIVE, LIVE) and lfree and rfree:
-        use.stop(summed[0], "summed between two activations")
+        use.stop(summed[0], SUMMED_BETWEEN)
+    return [out]
+
+
+def ragged_dot(use: Use) -> list[Dims]:
+    """Rows grouped by data (experts without padding): the groups stop, all else is as in a dot product."""
+    p, c = use.eqn.params["ragged_dot_dimension_numbers"], use.classes
+    (lc, rc), (lb, rb) = p.dot_dimension_numbers
+    lhs, rhs = use.ins[:2]
+    for dims, grouped in ((lhs, p.lhs_ragged_dimensions), (rhs, p.rhs_group_dimensions)):
+        for i in grouped:
+            use.stop(dims[i], "grouped by data")
+    if set(p.lhs_ragged_dimensions) & set(lc):
+        return shape.unknown(use)
+    batch = [c.unite(lhs[i], rhs[j]) for i, j in zip(lb, rb, strict=True)]
+    summed = [c.unite(lhs[i], rhs[j]) for i, j in zip(lc, rc, strict=True)]
+    for node in summed:
+        c.contract(node)
+    skipped = (*rc, *rb, *p.rhs_group_dimensions)
+    out = (
+        *batch,
+        *(n for i, n in enumerate(lhs) if i not in (*lc, *lb)),
+        *(n for i, n in enumerate(rhs) if i not in skipped),
+    )
+    flops = 2.0 * math.prod(use.shape(0)[i] for i in lc) * math.prod(use.out_shape())
+    c.work({n for n in (*out, *summed) if n is not None}, flops)
     return [out]
 
 
@@ -54,7 +79,7 @@ def convolution(use: Use) -> list[Dims]:
             out[o] = lhs[a]
         else:
             use.stop(lhs[a], "a convolution window moves along it")
-            use.stop(rhs[k], "is a convolution window")
+            use.stop(rhs[k], "a convolution window")
             out[o] = stopped(use, use.out_shape()[o], "a convolution window moves along it")
     per_output = math.prod(kernel) / kernel[rhs_spec[0]]
     nodes = {n for n in (lhs[lhs_spec[0]], lhs[lhs_spec[1]], rhs[rhs_spec[0]]) if n is not None}
@@ -100,7 +125,7 @@ def scatter(use: Use) -> list[Dims]:
             c.unite(operand[i], updates[u])
         else:
             use.stop(operand[i], "scatter writes a part of it")
-            use.stop(updates[u], "is scattered into a part of another")
+            use.stop(updates[u], "scattered into a part of another")
     rows = [u for u in range(len(updates)) if u not in numbers.update_window_dims]
     for u, node in zip(rows, indices[:-1], strict=True):
         c.contract(c.unite(updates[u], node))
@@ -108,16 +133,17 @@ def scatter(use: Use) -> list[Dims]:
 
 
 _ELEMENTWISE = """
-    abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt ceil clamp
-    clz complex conj convert_element_type copy copy_p copysign cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2
-    expm1 floor ge gt igamma igamma_grad_a igammac imag integer_pow is_finite le le_to lgamma log log1p logistic lt
-    lt_to max min mul name ne neg nextafter not or polygamma population_count pow pvary random_gamma real
-    reduce_precision regularized_incomplete_beta rem round rsqrt select_n shift_left shift_right_arithmetic
-    shift_right_logical sharding_constraint sign sin sinh sqrt square stop_gradient sub tan tanh xor zeta
+    abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt ceil
+    clamp clz complex conj convert_element_type copy copy_p copysign cos cosh digamma div eq eq_to erf erf_inv erfc
+    exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac imag integer_pow is_finite le le_to lgamma log log1p
+    log2 logistic lt lt_to max min mul mulhi name ne neg nextafter not one_minus_square or polygamma
+    population_count pow pvary random_gamma real reduce_precision regularized_incomplete_beta rem round rsqrt
+    select_n sharding_constraint shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square
+    stop_gradient sub tan tanh xor zeta
 """
 _REDUCTIONS = "reduce reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor argmax argmin"
 _ALONG = "cumsum cumprod cummax cummin cumlogsumexp sort approx_top_k"
-_RESIZED = "dynamic_slice pad rev reduce_window reduce_window_sum reduce_window_max reduce_window_min"
+_RESIZED = "dynamic_slice fft pad rev tile reduce_window reduce_window_sum reduce_window_max reduce_window_min"
 _SCATTERS = """
     scatter scatter-add scatter-sub scatter-mul scatter-min scatter-max scatter_add scatter_sub scatter_mul scatter_min
     scatter_max
@@ -141,10 +167,13 @@ _RULES: dict[str, Rule] = {
     "squeeze": shape.squeeze,
     "reshape": shape.reshape,
     "split": shape.split,
+    "stack": shape.stack,
+    "unstack": shape.unstack,
     "slice": shape.slice_,
     "dynamic_update_slice": shape.dynamic_update_slice,
     "concatenate": shape.concatenate,
     "dot_general": dot_general,
+    "ragged_dot_general": ragged_dot,
     "conv_general_dilated": convolution,
     "gather": gather,
 }

@@ -79,11 +79,11 @@ def unknown(use: Use) -> list[Dims]:
     )
     for dims in use.ins:
         for node in dims:
-            use.stop(node, f"goes through {name}")
+            use.stop(node, f"{name} has no rule")
     outs = [use.classes.fresh(use.out_shape(i)) for i in range(len(use.eqn.outvars))]
     for dims in outs:
         for node in dims:
-            use.stop(node, f"comes from {name}")
+            use.stop(node, f"{name} has no rule")
     return outs
 
 
@@ -200,7 +200,7 @@ def split(use: Use) -> list[Dims]:
         use.stop(whole, f"cut into unequal pieces {sizes}")
         pieces = [use.classes.new(n) for n in sizes]
         for piece in pieces:
-            use.stop(piece, "is one of several unequal pieces")
+            use.stop(piece, "one of several unequal pieces")
     else:
         pieces = [_piece(use, whole, len(sizes), sizes[0])] * len(sizes)
     return [(*use.ins[0][:axis], piece, *use.ins[0][axis + 1 :]) for piece in pieces]
@@ -215,6 +215,13 @@ def _piece(use: Use, whole: Node | None, outer: int, size: int) -> Node | None:
     return piece
 
 
+def unstack(use: Use) -> list[Dims]:
+    """The unstacked dimension is cut into pieces and goes; the others flow."""
+    axis = use.eqn.params["axis"] % len(use.ins[0])
+    use.stop(use.ins[0][axis], PIECES)
+    return [(*use.ins[0][:axis], *use.ins[0][axis + 1 :]) for _ in use.eqn.outvars]
+
+
 def slice_(use: Use) -> list[Dims]:
     """Untouched dimensions flow; one of several equal pieces is a piece; other cuts stop the dimension."""
     p = use.eqn.params
@@ -227,7 +234,7 @@ def slice_(use: Use) -> list[Dims]:
             out.append(_piece(use, node, size // n, n))
         else:
             use.stop(node, f"sliced {p['start_indices'][i]}:{p['limit_indices'][i]} of {size}")
-            out.append(stopped(use, n, "is a slice"))
+            out.append(stopped(use, n, "a slice of another"))
     return [tuple(out)]
 
 
@@ -239,7 +246,7 @@ def stopped(use: Use, size: int, reason: str) -> Node | None:
 
 
 def resized(use: Use) -> list[Dims]:
-    """dynamic_slice, pad, rev and windows: dimensions of unchanged size flow where untouched, others stop."""
+    """Slices, pads, reversals, tiles, transforms, windows: untouched dimensions of unchanged size flow, others stop."""
     return [resize(use, use.ins[0], use.shape(0), use.out_shape(), touched(use))]
 
 
@@ -248,6 +255,10 @@ def touched(use: Use) -> set[int]:
     p, name = use.eqn.params, use.eqn.primitive.name
     if name == "rev":
         return set(p["dimensions"])
+    if name == "tile":
+        return {i for i, n in enumerate(p["reps"]) if n != 1}
+    if name == "fft":
+        return set(range(len(use.ins[0]) - len(p["fft_lengths"]), len(use.ins[0])))
     if name == "pad":
         return {i for i, c in enumerate(p["padding_config"]) if tuple(c) != (0, 0, 0)}
     if "window_dimensions" in p:
@@ -262,8 +273,8 @@ def resize(use: Use, dims: Dims, shape: tuple[int, ...], new: tuple[int, ...], m
         if shape[i] == new[i] and i not in moved:
             out.append(node)
         else:
-            use.stop(node, f"{use.eqn.primitive.name} changes it")
-            out.append(stopped(use, new[i], f"comes from {use.eqn.primitive.name}"))
+            use.stop(node, f"{use.eqn.primitive.name} moves along it")
+            out.append(stopped(use, new[i], f"made by {use.eqn.primitive.name}"))
     return tuple(out)
 
 
@@ -274,8 +285,14 @@ def dynamic_update_slice(use: Use) -> list[Dims]:
             use.classes.unite(whole, part)
         else:
             use.stop(whole, "dynamic_update_slice writes a part of it")
-            use.stop(part, "is written into a part of another")
+            use.stop(part, "written into a part of another")
     return [tuple(a if a is not None else None for a in use.ins[0])]
+
+
+def stack(use: Use) -> list[Dims]:
+    """The new dimension is of its own; the others flow."""
+    whole, axis = _merged(use, list(use.ins)), use.eqn.params["axis"]
+    return [(*whole[:axis], stopped(use, len(use.ins), "a stack of others"), *whole[axis:])]
 
 
 def concatenate(use: Use) -> list[Dims]:
@@ -286,5 +303,5 @@ def concatenate(use: Use) -> list[Dims]:
     whole = list(_merged(use, list(use.ins)))
     for dims in use.ins:
         use.stop(dims[axis], "concatenated with others")
-    whole[axis] = stopped(use, use.out_shape()[axis], "is a concatenation")
+    whole[axis] = stopped(use, use.out_shape()[axis], "a concatenation of others")
     return [tuple(whole)]

@@ -12,12 +12,16 @@ from functools import lru_cache
 from itertools import combinations
 from typing import Any
 
-from uniap_jax.core.dim_classes import DimClass, View
+from uniap_jax.core.dim_classes import CROSSES, PIECES, SUMMED_BETWEEN, DimClass, View
 from uniap_jax.core.dim_walk import Walked, walk
 from uniap_jax.core.graph import Layer
 
 # Sharding a small looked-up table (positions, segments) costs an all-reduce of an activation and saves nothing.
 _SMALLEST_TABLE = 0.05
+# Beyond this many classes that exclude each other, the lightest are left out of the exact choice.
+_EXACT = 12
+# What stops every head dimension, no news to anyone.
+_EXPECTED = (PIECES, SUMMED_BETWEEN)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,9 +124,6 @@ def _heaviest(classes: list[DimClass], layer: Layer) -> tuple[DimClass, ...]:
     return tuple(sorted((*free, *best[1]), key=lambda c: c.index))
 
 
-_EXACT = 12
-
-
 def _notes(
     classes: tuple[DimClass, ...], open_: list[DimClass], chosen: tuple[DimClass, ...], degree: int
 ) -> tuple[str, ...]:
@@ -134,8 +135,9 @@ def _notes(
         elif c not in chosen:
             notes.append(f"a dimension of size {c.size} stays whole: it shares a value with a heavier one")
     for c in classes:
-        if c.params and c.contracted and c.flops and c.blocks and len(c.blocks) == 1 and c.blocks[0].source:
-            notes.append(f"a dimension of size {c.size} stays whole: {c.blocks[0]}")
+        stopped = [b for b in c.blocks if b.source and b.reason not in _EXPECTED]
+        if c.params and c.flops and stopped and len(stopped) == len(c.blocks):
+            notes.append(f"a dimension of size {c.size} stays whole: {stopped[0]}")
     return tuple(notes)
 
 
@@ -146,8 +148,8 @@ def _reason(classes: tuple[DimClass, ...], open_: list[DimClass], degree: int) -
         works = sorted({d for c in open_ for d in range(2, c.size + 1) if c.size % d == 0})
         shown = ", ".join(map(str, works[:8])) + (", ..." if len(works) > 8 else "")
         return f"its dimensions of size {sizes} do not divide by {degree}; tensor={shown} would work"
-    blocked = [c for c in classes if c.params and c.flops and c.blocks]
-    heaviest = max(blocked, key=lambda c: c.flops, default=None)
+    inner = [c for c in classes if c.params and c.flops and not any(b.reason == CROSSES for b in c.blocks)]
+    heaviest = max((c for c in inner if c.blocks), key=lambda c: c.flops, default=None)
     if heaviest is None:
         return "it has no dimension of its own to split (every one crosses to another layer); use data or fsdp here"
-    return f"its largest dimension, of size {heaviest.size}, {heaviest.blocks[0]}; use data or fsdp here"
+    return f"its largest inner dimension, of size {heaviest.size}, stays whole: {heaviest.blocks[0]}; use data or fsdp here"

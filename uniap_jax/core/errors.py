@@ -58,3 +58,7 @@ class PlanMismatchError(UniapError, ValueError):
 
 class ExecutionError(UniapError, RuntimeError):
     """A planned step could not be run."""
+
+
+class OptionError(UniapError, ValueError):
+    """An option has a value that does not exist; the message names the values that do."""

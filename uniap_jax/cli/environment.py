@@ -27,18 +27,23 @@ def set_environment(devices: int | None, *, environ: MutableMapping[str, str] = 
     """
     if devices is None:
         return
-    if "jax" in sys.modules:
-        import jax
-
-        if len(jax.devices()) < devices:
-            raise UsageError(
-                f"--devices {devices} was asked for after jax had started with {len(jax.devices())}",
-                devices=devices,
-                started=len(jax.devices()),
-            )
-        return
     kept = [flag for flag in environ.get("XLA_FLAGS", "").split() if not flag.startswith(DEVICE_FLAG)]
     environ["XLA_FLAGS"] = " ".join([*kept, f"{DEVICE_FLAG}={devices}"])
     environ["JAX_PLATFORMS"] = "cpu"
     threads = environ.get(THREADS, "")
     environ[THREADS] = str(max(FEWEST_THREADS, 8 * devices, int(threads) if threads.isdigit() else 0))
+    if "jax" in sys.modules:
+        _check_started(devices)
+
+
+def _check_started(devices: int) -> None:
+    """What was just set still counts where jax is imported but has not looked at its devices yet."""
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
+    if len(jax.devices()) < devices:
+        raise UsageError(
+            f"--devices {devices} was asked for after jax had started with {len(jax.devices())}",
+            devices=devices,
+            started=len(jax.devices()),
+        )

@@ -134,14 +134,19 @@ def check(options: Namespace, output: Output) -> int:
     """Trains under a plan and on one device from the same start, and compares the numbers."""
     from uniap_jax.check import check as compare
 
+    build, profile = load_build(options.step), None
+    if options.source == "measured" and not options.plan:
+        profile = _profile(options, _trace(options), _cluster(options))
     report = compare(
-        load_build(options.step),
+        build,
         devices=jax.devices(),
         plan=_load(options.plan) if options.plan else None,
+        profile=profile,
         steps=options.steps,
-        **_pins(options),
+        **({} if options.plan else {**_pins(options), "time_limit_s": options.time_limit}),
     )
     facts = report.to_dict()
+    output.people(lambda stream: table.print_plan(report.plan, stream))
     output.show(facts, lambda stream: print_check(facts, stream))
     return OK if report.ok else CHECK_FAILED
 

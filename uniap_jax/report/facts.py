@@ -86,22 +86,26 @@ def _bandwidth(beta_s_per_byte: float) -> str:
 
 
 def print_check(facts: Mapping[str, Any], stream: TextIO) -> None:
-    """What `check` compared: the largest differences, the loss per step, notes, the verdict."""
+    """What `check` compared, a row for each step, then the state, notes and the verdict."""
     console = make_console(stream)
     rows = [
-        (f"step {i}", _told("", step))
-        if not isinstance(step, Mapping)
-        else (f"step {i}", ", ".join(f"{k} {_told(k, v)}" for k, v in step.items()))
-        for i, step in enumerate(facts.get("per_step", ()))
+        (
+            str(number),
+            f"{step['loss']:.6f}",
+            f"{step['planned_loss']:.6f}",
+            f"{step['loss_rel_diff']:.1e}",
+            f"{step['grad_rel_diff']:.1e}",
+            step["grad_leaf"],
+        )
+        for number, step in enumerate(facts["per_step"], 1)
     ]
-    for name, what in (
-        ("loss_rel_diff", "largest relative difference of the loss"),
-        ("grad_rel_diff", "largest relative difference of a gradient"),
-        ("grad_leaf", "in"),
-        ("state_abs_diff", "largest absolute difference of the state"),
-    ):
-        rows.append((what, _told(name, facts.get(name))))
-    console.print(make_table(("", ""), rows))
-    for note in facts.get("notes", ()):
+    header = ("step", "loss, one device", "loss, plan", "relative", "gradient, relative", "worst in")
+    console.print(make_table(header, rows, right=(0, 1, 2, 3, 4)))
+    console.print(
+        Text(f"state: differs by at most {facts['state_abs_diff']:.1e}, in {facts['state_leaf'] or 'nothing'}")
+    )
+    for note in facts["notes"]:
         console.print(Text(f"note: {note}"))
-    console.print("ok: the plan computes what one device computes" if facts["ok"] else "FAILED: the numbers differ")
+    loss, grad = facts["tolerance"]
+    verdict = "ok" if facts["ok"] else "FAILED"
+    console.print(f"{verdict}: tolerance {loss:.0e} for the loss, {grad:.0e} for gradients, both relative")

@@ -1,0 +1,30 @@
+"""The step in time, as predicted: the plan's schedule run with the plan's times."""
+
+from __future__ import annotations
+
+from uniap_jax.core.plan import Plan
+from uniap_jax.core.schedule import Event, make_schedule
+
+BACKWARD_SHARE = 2 / 3
+"""A plan keeps forward and backward of a stage as one time; the backward is taken as twice the forward, which is what
+two matrix products for every one of the forward make it (UniAP's cost model says the same)."""
+
+
+def predicted_events(plan: Plan) -> tuple[Event, ...]:
+    """Every forward and backward pass with its start and end; empty where the plan has no predicted times."""
+    times = plan.prediction.stage_time_s
+    if len(times) != plan.num_stages:
+        return ()
+    # A link's time is of both ways, there and back, for one micro-batch.
+    links = [t / 2 for t in plan.prediction.link_time_s] or [0.0] * (plan.num_stages - 1)
+    schedule = make_schedule(plan.schedule, plan.num_stages, plan.num_microbatches)
+    return schedule.simulate([t * (1 - BACKWARD_SHARE) for t in times], [t * BACKWARD_SHARE for t in times], links)
+
+
+def bubble_share(events: tuple[Event, ...], *, num_stages: int) -> float:
+    """Share of the devices' time, from the first forward to the last backward, in which they wait."""
+    if not events:
+        return 0.0
+    span = max(e.end_s for e in events)
+    busy = sum(e.end_s - e.start_s for e in events)
+    return 1 - busy / (span * num_stages) if span > 0 else 0.0

@@ -1,0 +1,228 @@
+"""What a layer costs by its work and the cluster's rates alone: a roofline per kernel, alpha-beta per collective.
+
+Kernel: max(flops / (peak × efficiency), bytes / (bandwidth × efficiency)) + overhead (Williams et al., 2009).
+Counts are traced at the whole batch and at one sample (or the smallest micro-batch) and are affine in between, since
+every count is a sum of products of shapes in which the batch appears at most once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from uniap_jax.core.errors import TraceError
+from uniap_jax.core.graph import Layer, LayerGraph, Value
+from uniap_jax.core.machine import Cluster
+from uniap_jax.core.profile import LayerCost, Links
+from uniap_jax.core.sharding import axis_sizes, layer_sharding, shard_bytes
+from uniap_jax.core.strategy import Strategy
+from uniap_jax.core.work import Pass, Work, measure_work
+
+FloatArray = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParamBytes:
+    """Bytes of a layer's parameters on one device, by use.
+
+    Attributes:
+        used: as the layer computes with them, gathered over fsdp.
+        stored: between steps.
+        grads: accumulated gradients.
+        full_grads: gradients before they are scattered.
+        count: number of parameters.
+    """
+
+    used: float
+    stored: float
+    grads: float
+    full_grads: float
+    count: int
+
+
+def divisors(n: int) -> tuple[int, ...]:
+    """Every divisor, smallest first."""
+    return tuple(d for d in range(1, n + 1) if n % d == 0)
+
+
+def base_graph(graph: LayerGraph) -> LayerGraph:
+    """The graph traced with the whole batch."""
+    return graph if graph.num_microbatches == 1 else graph.microbatch(1)
+
+
+def param_bytes(graph: LayerGraph, layer: Layer, strategy: Strategy) -> ParamBytes:
+    """Bytes of a layer's parameters on one device.
+
+    Raises:
+        StrategyError: the strategy is illegal for this layer.
+    """
+    where = layer_sharding(graph, layer, strategy)
+    sizes = dict(axis_sizes(strategy.num_devices))
+    values = [graph.params[p] for p in layer.params]
+
+    def total(specs: Any) -> float:
+        return float(sum(shard_bytes(v, s, sizes) for v, s in zip(values, specs, strict=True)))
+
+    used = total(where.params)
+    return ParamBytes(
+        used=used, stored=total(where.stored), grads=total(where.grads), full_grads=used, count=len(values)
+    )
+
+
+class Describer:
+    """Costs of layers from counts and rates; every layer, `keep` and choice of split dimensions is traced once.
+
+    Args:
+        graph: traced at any number of micro-batches.
+        cluster: rates.
+        links: times of collectives; those of the cluster where None.
+    """
+
+    def __init__(self, graph: LayerGraph, cluster: Cluster, links: Links | None = None) -> None:
+        self.graph = base_graph(graph)
+        self.cluster = cluster
+        self.links = links or Links(cluster)
+        self.splits, self._small, self.notes = _splits(self.graph)
+        self._pieces = self._small.num_microbatches if self._small else 1
+        self._work: dict[tuple[str, str, int], tuple[Work, Work | None]] = {}
+
+    def cost(self, layer: Layer, strategy: Strategy, *, samples: int, fused: bool) -> LayerCost:
+        """One micro-batch of a layer.
+
+        Args:
+            layer: of the base graph.
+            strategy: on the stage's sub-mesh.
+            samples: of the global batch in one micro-batch.
+            fused: forward and backward in one program (one stage) rather than in two (pipeline stages).
+
+        Raises:
+            StrategyError: the strategy is illegal for this layer.
+        """
+        weights = param_bytes(self.graph, layer, strategy)
+        full, small = self._counts(layer, strategy)
+        local = samples / strategy.batch_ways
+        forward = self._pass(full.forward, small.forward if small else None, local)
+        backward = self._pass(full.backward, small.backward if small else None, local)
+        gather = self._gather_s(strategy, weights)
+        again = strategy.keep != "all" or not fused
+        return LayerCost(
+            forward_s=self._seconds(forward, strategy) + gather,
+            backward_s=self._seconds(backward, strategy) + (gather if again else 0.0),
+            sync_s=self.sync_s(strategy, weights),
+            kept_bytes=self._kept(layer, strategy, local, fused) + self._kept_weights(strategy, weights, fused),
+            transient_bytes=max(forward.transient_bytes(strategy.tensor), backward.transient_bytes(strategy.tensor))
+            + self._working_weights(strategy, weights, fused),
+        )
+
+    def _counts(self, layer: Layer, strategy: Strategy) -> tuple[Work, Work | None]:
+        key = (layer.signature or str(layer.index), strategy.keep, strategy.tensor)
+        if key not in self._work:
+            full = measure_work(layer, keep=strategy.keep, tensor=strategy.tensor)
+            small = None
+            if self._small is not None:
+                small = measure_work(self._small.layers[layer.index], keep=strategy.keep, tensor=strategy.tensor)
+            self._work[key] = full, small
+        return self._work[key]
+
+    def _share(self, local: float) -> tuple[float, float]:
+        """Weights of the whole-batch and the smallest counts at `local` samples: affine, exact for both."""
+        most, least = float(self.graph.batch_size), self.graph.batch_size / self._pieces
+        return ((local - least) / (most - least), (most - local) / (most - least)) if most > least else (1.0, 0.0)
+
+    def _mix(self, full: Any, small: Any, local: float) -> Any:
+        if small is None or np.shape(full) != np.shape(small):
+            return np.asarray(full) * (local / self.graph.batch_size)
+        a, b = self._share(local)
+        return np.maximum(a * np.asarray(full) + b * np.asarray(small), 0.0)
+
+    def _pass(self, full: Pass, small: Pass | None, local: float) -> Pass:
+        def mixed(name: str) -> Any:
+            return self._mix(getattr(full, name), None if small is None else getattr(small, name), local)
+
+        return Pass(
+            flops=mixed("flops"),
+            nbytes=mixed("nbytes"),
+            split=full.split,
+            dtypes=full.dtypes,
+            live=mixed("live"),
+            live_split=mixed("live_split"),
+            reduced=tuple(float(x) for x in mixed("reduced")),
+        )
+
+    def _seconds(self, work: Pass, strategy: Strategy) -> float:
+        cluster, ways = self.cluster, np.where(work.split, strategy.tensor, 1)
+        rates = np.array([cluster.flops_per_s(d or "float32") for d in work.dtypes]) * cluster.matmul_efficiency
+        bandwidth = cluster.memory_bandwidth_bytes_per_s * cluster.memory_efficiency
+        compute = np.maximum(work.flops / rates, work.nbytes / bandwidth) / ways if len(work.dtypes) else np.zeros(0)
+        reduced = sum(self.links.time_s("all_reduce", b, strategy.tensor, 1) for b in work.reduced)
+        return float(compute.sum() + len(compute) * cluster.op_overhead_s + reduced)
+
+    def _gather_s(self, strategy: Strategy, weights: ParamBytes) -> float:
+        if strategy.fsdp == 1 or strategy.zero < 3:
+            return 0.0
+        fit = self.links.fit("all_gather", strategy.fsdp, strategy.tensor)
+        return weights.count * fit.alpha_s + fit.beta_s_per_byte * weights.used
+
+    def sync_s(self, strategy: Strategy, weights: ParamBytes) -> float:
+        """Gradients summed over the batch axes, once: scattered over fsdp where they are split, then all_reduced."""
+        if strategy.batch_ways == 1 or not weights.count:
+            return 0.0
+        total, rest = 0.0, weights.full_grads
+        data, stride = strategy.data, strategy.fsdp * strategy.tensor
+        if strategy.fsdp > 1:
+            scatters = strategy.zero >= 2 and self.cluster.platform != "cpu"  # XLA's CPU backend reduces, then slices
+            if scatters or strategy.zero >= 2:
+                kind = "reduce_scatter" if scatters else "all_reduce"
+                fit = self.links.fit(kind, strategy.fsdp, strategy.tensor)
+                total += weights.count * fit.alpha_s + fit.beta_s_per_byte * rest
+                rest = weights.grads
+            else:
+                data, stride = data * strategy.fsdp, strategy.tensor
+        if data > 1:
+            fit = self.links.fit("all_reduce", data, stride)
+            total += weights.count * fit.alpha_s + fit.beta_s_per_byte * rest
+        return total
+
+    def _kept(self, layer: Layer, strategy: Strategy, local: float, fused: bool) -> float:
+        full, small = self._counts(layer, strategy)
+
+        def mixed(name: str) -> float:
+            return float(self._mix(getattr(full, name), None if small is None else getattr(small, name), local))
+
+        constant = mixed("kept_constant") if fused else 0.0  # a fused program makes masks again where they are used
+        return mixed("kept") - constant + mixed("kept_split") / strategy.tensor
+
+    def _kept_weights(self, strategy: Strategy, weights: ParamBytes, fused: bool) -> float:
+        """A fused program without recompute holds gathered parameters until the backward."""
+        gathered = strategy.fsdp > 1 and strategy.zero == 3
+        return weights.used if gathered and fused and strategy.keep == "all" else 0.0
+
+    def _working_weights(self, strategy: Strategy, weights: ParamBytes, fused: bool) -> float:
+        if strategy.fsdp == 1:
+            return 0.0
+        gathered = weights.used if strategy.zero == 3 and not (fused and strategy.keep == "all") else 0.0
+        return gathered + (weights.full_grads if strategy.zero >= 2 else 0.0)
+
+
+def batch_bytes(values: tuple[Value, ...], ways: int) -> float:
+    """Bytes of values on one device, those with a batch dimension split `ways` ways."""
+    return float(sum(v.nbytes / (ways if v.batch_dim is not None else 1) for v in values))
+
+
+def _splits(graph: LayerGraph) -> tuple[tuple[int, ...], LayerGraph | None, tuple[str, ...]]:
+    """Numbers of micro-batches the batch may be cut into, the graph of the smallest worth tracing, and notes.
+
+    Two samples are traced rather than one: a dimension of size 1 broadcasts, and then counts are not affine.
+    """
+    whole = divisors(graph.batch_size)
+    if graph.split_reason or len(whole) == 1:
+        return (1,), None, ()
+    pieces = max((d for d in whole if graph.batch_size // d >= 2), default=1)
+    try:
+        small = graph.microbatch(pieces if pieces > 1 else whole[-1])
+    except TraceError as error:
+        return (1,), None, (f"The batch is not split into micro-batches: {error}.",)
+    return whole, small, ()

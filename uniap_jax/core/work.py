@@ -1,0 +1,355 @@
+"""What one layer's forward and backward do: kernels, bytes, values kept, collectives; read off traced programs.
+
+The forward is traced with its vjp, so what is kept for the backward is what JAX keeps, under each policy. A kernel is
+an equation that runs on its own (matrix products, gathers, reductions, loops) or an element-wise value that must
+exist in memory; chains of element-wise equations between them are fused and cost what they write.
+Nothing is compiled and nothing runs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
+
+from uniap_jax.core import dims
+from uniap_jax.core.dim_classes import ClassBuilder, Node
+from uniap_jax.core.dim_rules import rule_for
+from uniap_jax.core.dim_shape_rules import CONST, LIVE, PARAM, Use, shape_of
+from uniap_jax.core.dim_walk import inner_jaxpr, open_jaxpr
+from uniap_jax.core.graph import Layer
+from uniap_jax.core.jax_compat import Literal
+from uniap_jax.core.jaxprs import eqn_flops
+
+FloatArray = NDArray[np.float64]
+BoolArray = NDArray[np.bool_]
+
+LOOPS = frozenset({"scan", "while", "cond"})
+HEAVY = LOOPS | {
+    *("dot_general", "conv_general_dilated", "gather", "sort", "top_k", "cumsum", "cumlogsumexp", "cummax", "cumprod"),
+    *("scatter", "scatter-add", "scatter_add", "scatter-mul", "reduce_window", "select_and_scatter_add", "argmax"),
+    *("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "argmin", "fft"),
+    *("dynamic_update_slice", "custom_call", "cholesky", "triangular_solve", "qr", "eigh", "reduce_window_sum"),
+}
+READERS = HEAVY - {"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"}
+"""Kernels that need their inputs in memory; a reduction fuses with what makes its input."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Pass:
+    """One direction of one layer, unsharded.
+
+    Attributes:
+        flops: [kernels] floating-point operations.
+        nbytes: [kernels] bytes read and written.
+        split: [kernels] whether tensor ways divide it.
+        dtypes: [kernels] of matrix products, "" elsewhere.
+        live: [equations] bytes alive that no strategy splits by tensor, arguments and kept values apart.
+        live_split: [equations] bytes alive that tensor ways divide.
+        reduced: bytes of each result that tensor ways leave as partial sums.
+    """
+
+    flops: FloatArray
+    nbytes: FloatArray
+    split: BoolArray
+    dtypes: tuple[str, ...]
+    live: FloatArray
+    live_split: FloatArray
+    reduced: tuple[float, ...]
+
+    def transient_bytes(self, tensor: int) -> float:
+        """Most bytes alive at once, with the tensor ways' share of what they divide."""
+        return float((self.live + self.live_split / tensor).max(initial=0.0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Work:
+    """A layer at one batch size under one `keep`, and with one choice of split dimensions.
+
+    Attributes:
+        forward: of the layer.
+        backward: of the layer, recompute included.
+        kept: bytes kept for the backward that tensor ways do not divide; parameters and operands apart.
+        kept_split: bytes kept that they do.
+        kept_constant: share of `kept` that depends on no parameter and no activation (masks, for example).
+    """
+
+    forward: Pass
+    backward: Pass
+    kept: float
+    kept_split: float
+    kept_constant: float
+
+
+def layer_function(layer: Layer, keep: str) -> Callable[..., list[Any]]:
+    """`f(params, operands, reads) -> writes` of a layer under a policy of what the forward keeps."""
+
+    def plain(params: Sequence[Any], operands: Sequence[Any], reads: Sequence[Any]) -> list[Any]:
+        return list(jax.core.eval_jaxpr(layer.jaxpr.jaxpr, layer.jaxpr.consts, *params, *operands, *reads))
+
+    if keep == "all":
+        return plain
+    policy = jax.checkpoint_policies.dots_saveable if keep == "dots" else None
+    return jax.checkpoint(plain, policy=policy)  # type: ignore[no-any-return]
+
+
+def is_float(aval: Any) -> bool:
+    """Whether a value has a gradient."""
+    return bool(jnp.issubdtype(aval.dtype, jnp.inexact))
+
+
+def layer_avals(layer: Layer) -> tuple[list[Any], list[Any], list[Any]]:
+    """Shapes of a layer's parameters, operands and reads."""
+    avals = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in layer.jaxpr.in_avals]
+    p, o = len(layer.params), len(layer.operands)
+    return avals[:p], avals[p : p + o], avals[p + o :]
+
+
+def measure_work(layer: Layer, *, keep: str, tensor: int) -> Work:
+    """Traces a layer's forward and backward and counts what they do.
+
+    Args:
+        layer: at the batch size it was traced with.
+        keep: what the forward keeps.
+        tensor: ways; says which dimensions are split, not yet by how much.
+    """
+    forward, backward, where = _trace(layer, keep)
+    meter = _Meter()
+    params, operands, _ = layer_avals(layer)
+    kinds = [PARAM] * len(params) + [CONST] * len(operands)
+    kinds += [LIVE] * (len(forward.jaxpr.invars) - len(kinds))
+    ins = [meter.argument(v.aval, kind) for v, kind in zip(forward.jaxpr.invars, kinds, strict=True)]
+    first = meter.run(forward, ins)
+    number = len(layer.jaxpr.out_avals)
+    kept = first.outs[number:]
+    again = [ins[w] if w is not None else r for w, r in zip(where, kept, strict=True)]
+    cotangents = [meter.argument(v.aval, LIVE) for v in backward.jaxpr.invars[len(again) :]]
+    second = meter.run(backward, [*again, *cotangents])
+    split = _split_roots(meter, layer, tensor, ins)
+    own = {r.index: r for r, w in zip(kept, where, strict=True) if w is None}
+    own |= {ins[w].index: ins[w] for w in where if w is not None and w >= len(params) + len(operands)}
+    shares = [(r, meter.is_split(r, split)) for r in own.values()]
+    grads = {r.index for r in second.outs[: sum(map(is_float, params))]}
+    return Work(
+        forward=meter.summary(first, split, apart={r.index for r in (*ins, *own.values())}),
+        backward=meter.summary(second, split, apart=grads | {r.index for r in (*again, *cotangents)}),
+        kept=sum(r.nbytes for r, s in shares if not s),
+        kept_split=sum(r.nbytes for r, s in shares if s),
+        kept_constant=sum(r.nbytes for r, s in shares if r.kind == CONST and not s),
+    )
+
+
+def _trace(layer: Layer, keep: str) -> tuple[Any, Any, list[int | None]]:
+    """Forward `(*inputs) -> (*writes, *residuals)`, backward `(*residuals, *cotangents) -> (*grads)`.
+
+    The list says for each residual which input it is, None where it is computed.
+    """
+    function, groups = layer_function(layer, keep), layer_avals(layer)
+    params, operands, reads = groups
+    tree: list[Any] = []
+
+    def forward(params: list[Any], operands: list[Any], reads: list[Any]) -> tuple[list[Any], list[Any]]:
+        moving = [r for r in reads if is_float(r)]
+
+        def of_floats(p: list[Any], r: list[Any]) -> list[Any]:
+            it = iter(r)
+            outs = function(p, operands, [next(it) if is_float(x) else x for x in reads])
+            return [o for o in outs if is_float(o)]
+
+        outs, pull = jax.vjp(of_floats, list(params), moving)
+        leaves, structure = jax.tree.flatten(pull)
+        tree[:] = [structure, outs]
+        full = iter(outs)
+        writes = [next(full) if is_float(a) else jnp.zeros(a.shape, a.dtype) for a in layer.jaxpr.out_avals]
+        return writes, leaves
+
+    traced = jax.make_jaxpr(forward)(params, operands, reads)
+    structure, outs = tree[0], [jax.ShapeDtypeStruct(o.shape, o.dtype) for o in tree[1]]
+    number = len(layer.jaxpr.out_avals)
+    ins = {v: i for i, v in enumerate(traced.jaxpr.invars)}
+    residuals = traced.jaxpr.outvars[number:]
+    where = [None if isinstance(v, Literal) else ins.get(v) for v in residuals]
+    avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in residuals]
+
+    def backward(leaves: list[Any], cotangents: list[Any]) -> Any:
+        return jax.tree.unflatten(structure, leaves)(cotangents)
+
+    return traced, jax.make_jaxpr(backward)(avals, outs), where
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Value:
+    index: int
+    nbytes: float
+    dims: tuple[Node | None, ...] | None
+    kind: int
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Event:
+    """One equation as it was met."""
+
+    name: str
+    flops: float
+    dtype: str
+    ins: list[_Value]
+    outs: list[_Value]
+    summed: list[Node]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Run:
+    events: list[_Event]
+    outs: list[_Value]
+
+
+class _Meter:
+    """Walks programs that share values, collecting events and dimension classes."""
+
+    def __init__(self) -> None:
+        self.classes = ClassBuilder()
+        self._count = 0
+        self._events: list[_Event] = []
+
+    def argument(self, aval: Any, kind: int) -> _Value:
+        """A value that exists before the program runs."""
+        found = None if kind == CONST else self.classes.fresh(tuple(aval.shape))
+        return self._value(aval, found, kind)
+
+    def run(self, closed: Any, ins: list[_Value]) -> _Run:
+        """Walks a program on these inputs."""
+        self._events = []
+        outs = self._body(closed, ins)
+        return _Run(events=self._events, outs=outs)
+
+    def is_split(self, value: _Value, roots: set[Node]) -> bool:
+        """Whether a dimension of the value is in one of the classes."""
+        return any(n is not None and self.classes.root(n) in roots for n in value.dims or ())
+
+    def _value(self, aval: Any, found: tuple[Node | None, ...] | None, kind: int) -> _Value:
+        self._count += 1
+        size = math.prod(getattr(aval, "shape", ()))
+        itemsize = getattr(getattr(aval, "dtype", None), "itemsize", 4)
+        return _Value(index=self._count, nbytes=float(size * itemsize), dims=found, kind=kind)
+
+    def _body(self, jaxpr: Any, ins: list[_Value]) -> list[_Value]:
+        opened = open_jaxpr(jaxpr)
+        env: dict[Any, _Value] = {v: self._value(v.aval, None, CONST) for v in opened.constvars}
+        env.update(zip(opened.invars, ins, strict=True))
+
+        def read(atom: Any) -> _Value:
+            return self._value(atom.aval, None, CONST) if isinstance(atom, Literal) else env[atom]
+
+        for eqn in opened.eqns:
+            given = [read(v) for v in eqn.invars]
+            body = None if eqn.primitive.name in LOOPS else inner_jaxpr(eqn)
+            outs = self._body(body, given) if body is not None else self._equation(eqn, given)
+            env.update(zip(eqn.outvars, outs, strict=True))
+        return [read(v) for v in opened.outvars]
+
+    def _equation(self, eqn: Any, given: list[_Value]) -> list[_Value]:
+        name = eqn.primitive.name
+        kind = max((g.kind for g in given), default=CONST)
+        found = tuple(
+            self.classes.fresh(shape_of(v)) if g.dims is None else g.dims
+            for g, v in zip(given, eqn.invars, strict=True)
+        )
+        summed: list[Node] = []
+        if kind == CONST:
+            shapes: list[Any] = [None for _ in eqn.outvars]
+        elif name in LOOPS:
+            shapes = [_like(v, given, eqn, found, self.classes) for v in eqn.outvars]
+        else:
+            use = Use(classes=self.classes, eqn=eqn, ins=found, kinds=tuple(g.kind for g in given), source="")
+            shapes = rule_for(name)(use)
+            summed = _summed(eqn, found)
+        outs = [self._value(v.aval, s, kind) for v, s in zip(eqn.outvars, shapes, strict=True)]
+        dtype = str(eqn.invars[0].aval.dtype) if name in ("dot_general", "conv_general_dilated") else ""
+        self._events.append(_Event(name=name, flops=eqn_flops(eqn), dtype=dtype, ins=given, outs=outs, summed=summed))
+        return outs
+
+    def summary(self, run: _Run, split: set[Node], *, apart: set[int]) -> Pass:
+        """Kernels, live bytes and partial sums of a program; values in `apart` are counted elsewhere."""
+        results = {r.index for r in run.outs}
+        read = {v.index for e in run.events if e.name in READERS for v in e.ins} | results
+        kernels: list[tuple[float, float, bool, str]] = []
+        reduced: list[float] = []
+        last = {v.index: i for i, e in enumerate(run.events) for v in e.ins}
+        stays: list[tuple[int, int, float, bool]] = []
+        for i, e in enumerate(run.events):
+            cut = any(self.is_split(v, split) for v in (*e.ins, *e.outs))
+            made = [v for v in e.outs if v.index in read or e.name in HEAVY]
+            if e.name in HEAVY:
+                moved = sum(v.nbytes for v in (*e.ins, *e.outs))
+                kernels.append((e.flops, moved * _turns(e), cut, e.dtype))
+            elif made and e.outs[0].kind != CONST:
+                kernels.append((e.flops, 2.0 * sum(v.nbytes for v in made), cut, ""))
+            if any(self.classes.root(n) in split for n in e.summed) and not self.is_split(e.outs[0], split):
+                reduced.append(e.outs[0].nbytes)
+            end = len(run.events)
+            for v in made:
+                if v.index not in apart and v.kind != CONST:
+                    stop = end if v.index in results else last.get(v.index, i)
+                    stays.append((i, stop, v.nbytes, self.is_split(v, split)))
+        return Pass(
+            flops=np.array([k[0] for k in kernels]),
+            nbytes=np.array([k[1] for k in kernels]),
+            split=np.array([k[2] for k in kernels], dtype=np.bool_),
+            dtypes=tuple(k[3] for k in kernels),
+            live=_alive([s[:3] for s in stays if not s[3]], len(run.events)),
+            live_split=_alive([s[:3] for s in stays if s[3]], len(run.events)),
+            reduced=tuple(reduced),
+        )
+
+
+def _turns(event: _Event) -> float:
+    """A loop reads its operands about once a turn; its flops say how long it is better than its shapes do."""
+    return 1.0 if event.name not in LOOPS else 2.0
+
+
+def _alive(stays: list[tuple[int, int, float]], length: int) -> FloatArray:
+    change = np.zeros(length + 2)
+    for start, stop, nbytes in stays:
+        change[start] += nbytes
+        change[stop + 1] -= nbytes
+    return np.cumsum(change)[: length + 1]
+
+
+def _like(var: Any, given: list[_Value], eqn: Any, found: Any, classes: ClassBuilder) -> tuple[Node | None, ...]:
+    """Dimensions of a loop's result: those of the first operand of its shape, else its own."""
+    for v, dims_ in zip(eqn.invars, found, strict=True):
+        if shape_of(v) == shape_of(var) and shape_of(v):
+            return tuple(dims_)
+    return classes.fresh(shape_of(var))
+
+
+def _summed(eqn: Any, found: tuple[tuple[Node | None, ...], ...]) -> list[Node]:
+    """Dimensions that an equation sums over."""
+    name, nodes = eqn.primitive.name, []
+    if name == "dot_general":
+        ((lhs, _), _) = eqn.params["dimension_numbers"]
+        nodes = [found[0][d] for d in lhs]
+    elif name.startswith("reduce_") and "axes" in eqn.params:
+        nodes = [found[0][d] for d in eqn.params["axes"] if d < len(found[0])]
+    elif name == "conv_general_dilated":
+        nodes = [found[0][eqn.params["dimension_numbers"].lhs_spec[1]]]
+    return [n for n in nodes if n is not None]
+
+
+def _split_roots(meter: _Meter, layer: Layer, tensor: int, ins: list[_Value]) -> set[Node]:
+    """Classes that tensor ways cut, in the meter's own numbering: found through the parameters they cut."""
+    if tensor == 1:
+        return set()
+    choice = dims.tensor_split(layer, tensor)
+    roots: set[Node] = set()
+    for i, d in enumerate(choice.params):
+        node = None if d is None else (ins[i].dims or ())[d]
+        if node is not None:
+            roots.add(meter.classes.root(node))
+    return roots

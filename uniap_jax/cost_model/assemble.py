@@ -1,0 +1,390 @@
+"""The tables of one candidate: every layer under every strategy, every edge between any two strategies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from uniap_jax.core.costs import Candidate, CostTables
+from uniap_jax.core.described import Describer, batch_bytes, divisors, param_bytes
+from uniap_jax.core.errors import StrategyError
+from uniap_jax.core.graph import Layer, LayerGraph
+from uniap_jax.core.machine import Cluster
+from uniap_jax.core.profile import Key, LayerCost, Links, Profile, Rates
+from uniap_jax.core.sharding import LayerSharding, axis_sizes, layer_sharding, shard_bytes
+from uniap_jax.core.strategy import Strategy, enumerate_strategies
+from uniap_jax.cost_model.reshard import bundles, reshard_seconds, transfer_seconds
+from uniap_jax.cost_model.state import state_bytes
+
+FloatArray = NDArray[np.float64]
+DEFAULT_SCHEDULES = ("one_f_one_b",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shares:
+    """What each device holds of each of a layer's parameters, as a share of the whole."""
+
+    stored: tuple[float, ...]
+    grads: tuple[float, ...]
+    optimizer: tuple[float, ...]
+
+
+class TableModel:
+    """A `core.costs.CostModel` of one graph on one cluster.
+
+    Args:
+        graph: from the frontend.
+        cluster: the devices.
+        profile: measured numbers; what it lacks is described.
+        keeps: what strategies may keep for the backward pass.
+    """
+
+    def __init__(
+        self,
+        graph: LayerGraph,
+        cluster: Cluster,
+        profile: Profile | None,
+        *,
+        keeps: tuple[str, ...] = ("all", "inputs"),
+    ) -> None:
+        self.cluster, self.profile, self.keeps = cluster, profile, keeps
+        self._links = Links(cluster, profile.links if profile else ())
+        self._rates = profile.rates if profile else Rates()
+        self._entries = profile.table() if profile else {}
+        self._describer = Describer(graph, cluster, self._links)
+        self.graph = self._describer.graph
+        self._state = state_bytes(self.graph)
+        self._bundles = bundles(self.graph)
+        self._unique = {s: self.graph.layers[group[0]] for s, group in self.graph.unique.items()}
+        self._users: dict[int, list[int]] = {}
+        for layer in self.graph.layers:
+            for p in layer.params:
+                self._users.setdefault(p, []).append(layer.index)
+        self._cut: dict[int, LayerGraph] = {}
+        self._reasons: dict[tuple[str, str, int], str] = {}
+        self._costs: dict[tuple[str, Strategy, int, bool], LayerCost] = {}
+        self._shares: dict[tuple[str, Strategy], Shares] = {}
+
+    # ---- what the planner asks -----------------------------------------------------------------------------------
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of the cluster."""
+        return self.cluster.num_devices
+
+    @property
+    def batch_size(self) -> int:
+        """Global batch."""
+        return self.graph.batch_size
+
+    @property
+    def layer_names(self) -> tuple[str, ...]:
+        """Names in trace order."""
+        return tuple(layer.name for layer in self.graph.layers)
+
+    @property
+    def graph_fingerprint(self) -> str:
+        """Of the LayerGraph."""
+        return self.graph.fingerprint
+
+    @property
+    def device_kind(self) -> str:
+        """Of the cluster."""
+        return self.cluster.kind
+
+    @property
+    def source(self) -> str:
+        """Where the numbers come from: "measured", "compiled" or "described"."""
+        return self.profile.source if self.profile else "described"
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Where the numbers come from and what the tables leave out."""
+        origin = f"Numbers are {self.source}."
+        if self.profile:
+            counts = ", ".join(f"{n} {k}" for k, n in self.profile.counts().items())
+            origin = f"Layer costs: {counts}; what is missing is described from {self.cluster.name}."
+        return (origin, *self._describer.notes, *(self.profile.notes if self.profile else self.cluster.notes))
+
+    def candidates(self, *, schedules: Sequence[str] = DEFAULT_SCHEDULES) -> tuple[Candidate, ...]:
+        """Every P that divides the devices and every c that divides the batch.
+
+        1F1B takes as long as GPipe under these tables and holds less, so it alone is listed unless asked otherwise;
+        `tables` answers for both.
+        """
+        found = []
+        for stages in divisors(self.num_devices):
+            if stages > len(self.graph.layers):
+                continue
+            for pieces in self._describer.splits:
+                wanted = schedules if stages > 1 and pieces > 1 else ("gpipe",)
+                found += [Candidate(num_stages=stages, num_microbatches=pieces, schedule=s) for s in wanted]
+        return tuple(found)
+
+    def stage_devices(self, num_stages: int) -> tuple[tuple[int, ...], ...]:
+        """Neighbouring devices form a stage."""
+        size = self.num_devices // num_stages
+        return tuple(tuple(range(i * size, (i + 1) * size)) for i in range(num_stages))
+
+    def strategies(self, num_stages: int) -> tuple[Strategy, ...]:
+        """The strategies axis of the tables with `num_stages` stages."""
+        return enumerate_strategies(self.num_devices // num_stages, keeps=self.keeps)
+
+    def reason(self, layer: int, strategy: Strategy, *, num_microbatches: int = 1) -> str:
+        """Why a layer may not take a strategy; "" where it may."""
+        return self._reason(self.graph.layers[layer], strategy, num_microbatches)
+
+    def layer_cost(self, layer: int, strategy: Strategy, *, num_microbatches: int = 1) -> LayerCost:
+        """What one micro-batch of a layer costs, and where the number comes from."""
+        samples = self.batch_size // num_microbatches
+        fused = strategy.num_devices == self.num_devices
+        return self._cost(self.graph.layers[layer], strategy, samples, fused)
+
+    def tables(self, candidate: Candidate) -> CostTables:
+        """The tables of one candidate.
+
+        Raises:
+            ValueError: the stages do not divide the devices or exceed the layers, or the micro-batches do not divide
+                the batch.
+        """
+        self._check(candidate)
+        stages, pieces = candidate.num_stages, candidate.num_microbatches
+        strategies, layers = self.strategies(stages), self.graph.layers
+        shape = (len(layers), len(strategies))
+        allowed = np.zeros(shape, dtype=np.bool_)
+        time, iteration, fixed, kept = (np.zeros(shape) for _ in range(4))
+        transient = np.zeros(shape)
+        for k, strategy in enumerate(strategies):
+            for layer in layers:
+                u = layer.index
+                allowed[u, k] = not self._reason(layer, strategy, pieces)
+                if not allowed[u, k]:
+                    continue
+                cost = self._cost(layer, strategy, self.batch_size // pieces, stages == 1)
+                allowed[u, k] = cost.origin != "does_not_fit"
+                time[u, k], iteration[u, k] = self._seconds(layer, strategy, cost, candidate)
+                fixed[u, k] = self._fixed_bytes(layer, strategy, candidate)
+                kept[u, k], transient[u, k] = cost.kept_bytes, cost.transient_bytes
+        fixed += self._working_share(transient, candidate)
+        in_flight = np.array([flights(candidate, i) for i in range(stages)], dtype=np.float64)
+        edges, tensor, reshard, cross, relay = self._edges(candidate, strategies)
+        full = (len(layers), stages, len(strategies))
+        return CostTables(
+            candidate=candidate,
+            time_s=np.broadcast_to(time[:, None, :], full),
+            iteration_time_s=np.broadcast_to(iteration[:, None, :], full),
+            memory_bytes=fixed[:, None, :] + kept[:, None, :] * in_flight[None, :, None],
+            capacity_bytes=np.full(stages, float(self.cluster.capacity_bytes)),
+            allowed=allowed,
+            edges=edges,
+            reshard_s=reshard,
+            cross_stage_s=cross,
+            relay_s=relay,
+            strategies=strategies,
+            edge_tensor=tensor,
+            layer_names=self.layer_names,
+        )
+
+    # ---- parts ---------------------------------------------------------------------------------------------------
+
+    def _check(self, candidate: Candidate) -> None:
+        stages, pieces = candidate.num_stages, candidate.num_microbatches
+        if self.num_devices % stages or stages > len(self.graph.layers):
+            raise ValueError(
+                f"{stages} stages: they must divide the {self.num_devices} devices and be at most the "
+                f"{len(self.graph.layers)} layers; use one of "
+                f"{[d for d in divisors(self.num_devices) if d <= len(self.graph.layers)]}"
+            )
+        if pieces not in self._describer.splits:
+            why = self.graph.split_reason or f"it must divide the batch of {self.batch_size}"
+            raise ValueError(f"{pieces} micro-batches: {why}; use one of {list(self._describer.splits)}")
+
+    def _reason(self, layer: Layer, strategy: Strategy, pieces: int) -> str:
+        key = (layer.signature, str(strategy), pieces)
+        if key not in self._reasons:
+            if pieces not in self._cut:
+                self._cut[pieces] = cut_batch(self.graph, pieces)
+            try:
+                layer_sharding(self._cut[pieces], layer, strategy)
+                self._reasons[key] = ""
+            except StrategyError as error:
+                self._reasons[key] = str(error)
+        return self._reasons[key]
+
+    def _cost(self, layer: Layer, strategy: Strategy, samples: int, fused: bool) -> LayerCost:
+        key = (layer.signature, strategy, samples, fused)
+        if key not in self._costs:
+            known = self._entries.get(Key(signature=layer.signature, strategy=str(strategy), samples=samples))
+            self._costs[key] = known or self._describer.cost(layer, strategy, samples=samples, fused=fused)
+        return self._costs[key]
+
+    def _seconds(self, layer: Layer, strategy: Strategy, cost: LayerCost, candidate: Candidate) -> tuple[float, float]:
+        """Per micro-batch and per step."""
+        stages = candidate.num_stages
+        busy = busy_factor(candidate, self._slowdown(stages))
+        per_piece = (cost.time_s + cost.sync_s) * busy
+        if stages > 1:
+            per_piece += 2.0 * self._dispatch_s * stages / len(self.graph.layers)
+        update = self._update_s(layer, strategy)
+        if stages == 1 and layer.index == 0:
+            update += self._dispatch_s
+        return per_piece, update
+
+    @property
+    def _dispatch_s(self) -> float:
+        return self._rates.dispatch_s or self.cluster.dispatch_s
+
+    def _slowdown(self, stages: int) -> float:
+        """How much slower a stage is when all are busy; described times are those of busy devices."""
+        known = self._rates.slowdown(stages)
+        return known if known > 1.0 else float(min(stages, self.cluster.devices_per_host_cores))
+
+    def _update_s(self, layer: Layer, strategy: Strategy) -> float:
+        """Optimizer update: parameter and state read and written, gradient read; ZeRO 1 and 2 gather afterwards."""
+        shares = self._sharding(layer, strategy)
+        moved = leaves = 0.0
+        for i, p in enumerate(layer.params):
+            own = self._state.param[p] * shares.optimizer[i]
+            moved += 2.0 * own + self._state.work[p] * shares.optimizer[i]
+            moved += 2.0 * self._state.optimizer[p] * shares.optimizer[i]
+            leaves += 1
+        rate = self._rates.update_bytes_per_s or (
+            self.cluster.memory_bandwidth_bytes_per_s * self.cluster.memory_efficiency
+        )
+        seconds = moved / rate + leaves * self.cluster.op_overhead_s
+        if strategy.fsdp > 1 and strategy.zero < 3:
+            weights = param_bytes(self.graph, layer, strategy)
+            seconds += self._links.time_s("all_gather", weights.used, strategy.fsdp, strategy.tensor)
+        return seconds
+
+    def _sharding(self, layer: Layer, strategy: Strategy) -> Shares:
+        plain = replace(strategy, keep="all")
+        key = (layer.signature, plain)
+        if key not in self._shares:
+            found: LayerSharding = layer_sharding(self.graph, layer, plain)
+            sizes = dict(axis_sizes(strategy.num_devices))
+            values = [self.graph.params[p] for p in layer.params]
+
+            def shares(specs: Sequence[object]) -> tuple[float, ...]:
+                return tuple(
+                    shard_bytes(v, s, sizes) / max(v.nbytes, 1)  # type: ignore[arg-type]
+                    for v, s in zip(values, specs, strict=True)
+                )
+
+            self._shares[key] = Shares(
+                stored=shares(found.stored), grads=shares(found.grads), optimizer=shares(found.optimizer)
+            )
+        return self._shares[key]
+
+    def _fixed_bytes(self, layer: Layer, strategy: Strategy, candidate: Candidate) -> float:
+        """Parameters, gradients, optimizer state and batch of one layer on one device."""
+        shares, total = self._sharding(layer, strategy), 0.0
+        for i, p in enumerate(layer.params):
+            if not self._counts_here(layer.index, p, candidate.num_stages):
+                continue
+            work, stored = self._state.work[p], self._state.param[p]
+            cast = work if not stored else 0.0
+            total += (stored + cast) * shares.stored[i] + self._state.optimizer[p] * shares.optimizer[i]
+            copies = 2.0 if candidate.num_microbatches > 1 else 1.0  # accumulated, and of the micro-batch at hand
+            total += copies * work * shares.grads[i]
+        if layer.index == 0:
+            total += self._state.other + batch_bytes(self.graph.step.batch, strategy.batch_ways)
+        return total
+
+    def _counts_here(self, layer: int, param: int, stages: int) -> bool:
+        """Whether a shared parameter is charged to this layer: once for every stage's worth of layers.
+
+        Exact where a stage holds L/P layers; a table of layers cannot know which of them share a stage.
+        """
+        users, reach = self._users[param], len(self.graph.layers) // stages
+        last: int | None = None
+        for user in users:
+            charged = last is None or user - last >= reach
+            if user == layer:
+                return charged
+            last = user if charged else last
+        return True
+
+    def _working_share(self, transient: FloatArray, candidate: Candidate) -> FloatArray:
+        """Working memory is that of the largest layer, not the sum: tables add, so each layer carries a share of it.
+
+        Layers that repeat carry 1 / (layers per stage) of their own; a layer of its own kind carries what exceeds
+        the largest of those.
+        """
+        groups = self.graph.unique
+        repeated = [u for group in groups.values() if len(group) > 1 for u in group]
+        if not repeated:
+            repeated = [max(range(len(self.graph.layers)), key=lambda u: transient[u].max())]
+        base = transient[repeated].max(axis=0)
+        per_stage = max(1.0, len(repeated) / candidate.num_stages)
+        shares = np.maximum(transient - base[None, :], 0.0)
+        shares[repeated] = transient[repeated] / per_stage
+        return shares
+
+    def _edges(
+        self, candidate: Candidate, strategies: Sequence[Strategy]
+    ) -> tuple[tuple[tuple[int, int], ...], tuple[int, ...], FloatArray, FloatArray, FloatArray]:
+        """(writer, reader) pairs, the tensor each carries, and seconds by the strategies at both ends."""
+        stages = candidate.num_stages
+        size, share = self.num_devices // stages, 1.0 / candidate.num_microbatches
+        ways, k = [s.batch_ways for s in strategies], len(strategies)
+        edges: list[tuple[int, int]] = []
+        tensor: list[int] = []
+        tables: list[tuple[FloatArray, FloatArray]] = []
+        known: dict[tuple[float, float, float], tuple[FloatArray, FloatArray]] = {}
+        for t, bundle in enumerate(self._bundles):
+            key = (bundle.moved_bytes, bundle.still_bytes, bundle.whole_bytes)
+            if key not in known:
+                inside = reshard_seconds(bundle, ways, size, self._links, share)
+                across = transfer_seconds(bundle, ways, size, self._links, share) if stages > 1 else np.zeros((k, k))
+                known[key] = inside, across
+            for reader in bundle.readers:
+                edges.append((bundle.writer, reader))
+                tensor.append(t)
+                tables.append(known[key])
+        if not edges:
+            return (), (), np.zeros((0, k, k)), np.zeros((0, k, k)), np.zeros((0, k))
+        reshard = np.stack([t[0] for t in tables])
+        cross = np.stack([t[1] for t in tables])
+        return tuple(edges), tuple(tensor), reshard, cross, np.stack([np.diagonal(t[1]) for t in tables])
+
+
+def flights(candidate: Candidate, stage: int) -> int:
+    """Micro-batches whose kept values a stage holds at its worst: 1F1B min(P - i, c), GPipe c, one stage one."""
+    if candidate.num_stages == 1:
+        return 1
+    if candidate.schedule == "gpipe":
+        return candidate.num_microbatches
+    return min(candidate.num_stages - stage, candidate.num_microbatches)
+
+
+def busy_factor(candidate: Candidate, slowdown: float) -> float:
+    """Time of a stage in this pipeline over its time when all stages are busy.
+
+    On shared cores a stage is faster while others wait. Of P stages P·c/(P + c - 1) are busy on average; between alone
+    (1/slowdown) and all busy (1) the time is taken as linear in their number.
+    """
+    stages, pieces = candidate.num_stages, candidate.num_microbatches
+    if stages == 1 or slowdown <= 1.0:
+        return 1.0
+    busy = stages * pieces / (stages + pieces - 1)
+    return (1.0 + (slowdown - 1.0) * (busy - 1.0) / (stages - 1)) / slowdown
+
+
+def cut_batch(graph: LayerGraph, pieces: int) -> LayerGraph:
+    """The same layers with the shapes of one micro-batch; jaxprs stay those of the whole batch."""
+    if pieces == 1:
+        return graph
+
+    def cut(shape: tuple[int, ...], dim: int | None) -> tuple[int, ...]:
+        return shape if dim is None else (*shape[:dim], max(1, shape[dim] // pieces), *shape[dim + 1 :])
+
+    return replace(
+        graph,
+        values=tuple(replace(v, shape=cut(v.shape, v.batch_dim)) for v in graph.values),
+        operands=tuple(replace(o, shape=cut(o.shape, o.batch_dim)) for o in graph.operands),
+        num_microbatches=pieces,
+    )

@@ -1,0 +1,76 @@
+"""Which leaves of the training state belong to which parameter, and how many bytes they are."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from uniap_jax.core.graph import LayerGraph
+
+_KEYS = re.compile(r"[A-Za-z0-9_]+")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateBytes:
+    """Bytes of the whole (unsharded) training state.
+
+    Attributes:
+        param: of each parameter as stored between steps; 0 where it is computed from the state (a cast).
+        work: of each parameter as the loss reads it.
+        optimizer: of the optimizer state that has each parameter's shape, stored as its `optimizer` layout says.
+        other: of every other leaf; small, and on every device.
+    """
+
+    param: tuple[float, ...]
+    work: tuple[float, ...]
+    optimizer: tuple[float, ...]
+    other: float
+
+
+def state_bytes(graph: LayerGraph) -> StateBytes:
+    """Reads the real state tree: leaves of a parameter's shape besides the parameter are its optimizer state.
+
+    Of several parameters with that shape the one whose path ends alike is meant; frameworks repeat the parameter's
+    path below `mu`, `nu` or the like.
+    """
+    step = graph.step
+    owner = {leaf: p for p, leaf in enumerate(step.param_leaf) if leaf is not None}
+    by_shape: dict[tuple[int, ...], list[int]] = {}
+    for p, value in enumerate(graph.params):
+        by_shape.setdefault(value.shape, []).append(p)
+    optimizer, other = [0.0] * len(graph.params), 0.0
+    used: dict[int, int] = {}
+    for leaf, value in enumerate(step.state):
+        if leaf in owner:
+            continue
+        same = by_shape.get(value.shape, []) if value.shape else []
+        if not same:
+            other += value.nbytes
+            continue
+        best = max(same, key=lambda p: (_common_tail(value.name, _path(graph, p)), -used.get(p, 0)))
+        used[best] = used.get(best, 0) + 1
+        optimizer[best] += value.nbytes
+    stored = [0.0] * len(graph.params)
+    for leaf, p in owner.items():
+        stored[p] = float(step.state[leaf].nbytes)
+    return StateBytes(
+        param=tuple(stored),
+        work=tuple(float(v.nbytes) for v in graph.params),
+        optimizer=tuple(optimizer),
+        other=other,
+    )
+
+
+def _path(graph: LayerGraph, param: int) -> str:
+    leaf = graph.step.param_leaf[param]
+    return graph.params[param].name if leaf is None else graph.step.state[leaf].name
+
+
+def _common_tail(a: str, b: str) -> int:
+    """Keys that two paths share at their end."""
+    count = 0
+    for x, y in zip(reversed(_KEYS.findall(a)), reversed(_KEYS.findall(b)), strict=False):
+        if x != y:
+            break
+        count += 1
+    return count

@@ -1,0 +1,76 @@
+"""From a plan to programs that run it. One door: `compile`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from uniap_jax.core.errors import PlanMismatchError
+from uniap_jax.core.graph import LayerGraph
+from uniap_jax.core.plan import Plan
+from uniap_jax.runtime.executable import ParallelStep
+from uniap_jax.runtime.homes import lay_out
+
+__all__ = ["ParallelStep", "compile"]
+
+
+def compile(  # noqa: A001  (the verb of this room)
+    graph: LayerGraph, plan: Plan, *, devices: Sequence[Any] | None = None, donate: bool = True
+) -> ParallelStep:
+    """Programs that run a plan; they are compiled at their first use.
+
+    Args:
+        graph: of the whole batch, the one the plan was made for.
+        plan: from the planner, a file, or pinned.
+        devices: in the plan's numbering; `jax.devices()` by default.
+        donate: whether state leaves that the step replaces give up their buffers to it.
+
+    Raises:
+        PlanMismatchError: the plan is for another model, batch or number of devices.
+        StrategyError: a strategy is illegal for its layer.
+        TraceError: the batch must not be split into the plan's micro-batches.
+    """
+    available = list(jax.devices() if devices is None else devices)
+    _check(graph, plan, len(available))
+    return ParallelStep(graph, lay_out(graph, plan, available), donate=donate)
+
+
+def _check(graph: LayerGraph, plan: Plan, num_devices: int) -> None:
+    if plan.graph_fingerprint and plan.graph_fingerprint != graph.fingerprint:
+        raise PlanMismatchError(
+            f"the plan was made for another model or another cut of it (fingerprint {plan.graph_fingerprint[:12]}, this "
+            f"graph has {graph.fingerprint[:12]}); solve again for this model",
+            expected=plan.graph_fingerprint,
+            got=graph.fingerprint,
+        )
+    if len(plan.layers) != len(graph.layers):
+        raise PlanMismatchError(
+            f"the plan has {len(plan.layers)} layers, the model {len(graph.layers)}; solve again for this model",
+            expected=len(plan.layers),
+            got=len(graph.layers),
+        )
+    if plan.batch_size != graph.batch_size:
+        raise PlanMismatchError(
+            f"the plan was made for batch {plan.batch_size}, the step was traced with {graph.batch_size}; solve again, "
+            f"or feed batches of {plan.batch_size}",
+            expected=plan.batch_size,
+            got=graph.batch_size,
+        )
+    highest = max(d for stage in plan.stage_devices for d in stage)
+    if highest >= num_devices:
+        raise PlanMismatchError(
+            f"the plan uses {plan.num_devices} devices (up to number {highest}), here are {num_devices}; solve again "
+            f"for {num_devices} devices",
+            needed=highest + 1,
+            available=num_devices,
+        )
+    for writer, reader, _ in graph.edges:
+        early, late = plan.layers[writer].stage, plan.layers[reader].stage
+        if early > late:
+            raise PlanMismatchError(
+                f"layer {reader} on stage {late} reads from layer {writer} on the later stage {early}; stages follow "
+                "the order of the layers",
+                layer=reader,
+            )

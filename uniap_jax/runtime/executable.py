@@ -1,0 +1,134 @@
+"""`ParallelStep`: a planned train step, called as the user's own."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+
+from uniap_jax.core.graph import LayerGraph
+from uniap_jax.core.plan import Plan
+from uniap_jax.runtime.homes import Layout
+from uniap_jax.runtime.pipeline import Pipeline
+from uniap_jax.runtime.programs import Program
+from uniap_jax.runtime.single import SingleStage, batch_shardings
+from uniap_jax.runtime.state import Placer, create, fits, gather_leaf
+
+log = logging.getLogger("uniap_jax")
+
+
+class ParallelStep:
+    """A train step that runs as planned: same signature, same pytrees out, ordinary `jax.Array`s.
+
+    Programs are compiled at their first use, for fixed shapes and shardings; no call ever compiles them again.
+
+    Args:
+        graph: of the whole batch.
+        layout: the graph under its plan, on devices.
+        donate: whether state leaves that the step replaces give up their buffers.
+    """
+
+    def __init__(self, graph: LayerGraph, layout: Layout, *, donate: bool = True) -> None:
+        self._graph = graph
+        self._layout = layout
+        replaced = sorted(leaf for leaf in graph.step.output_leaf if leaf is not None)
+        donated = replaced if donate else []
+        self._place = Placer(graph.step.state, layout.state_shardings, donated)
+        self._batch_shardings = batch_shardings(layout)
+        single = layout.plan.num_stages == 1
+        self._run: SingleStage | Pipeline = SingleStage(layout, donated) if single else Pipeline(layout, donated)
+
+    @property
+    def plan(self) -> Plan:
+        """The decisions."""
+        return self._layout.plan
+
+    @property
+    def graph(self) -> LayerGraph:
+        """The captured step."""
+        return self._graph
+
+    def __call__(self, *args: Any) -> Any:
+        """One training step.
+
+        Raises:
+            PlanMismatchError: the arguments have another structure or other shapes than planned for.
+            ExecutionError: the state was given up to an earlier call.
+        """
+        state, batch = self._graph.step.flatten(*args)
+        outputs = self._run(self._place(state), self._placed_batch(batch))
+        return self._graph.step.unflatten(outputs, *args)
+
+    def _placed_batch(self, batch: Sequence[Any]) -> list[Any]:
+        """Batch leaves as the programs want them: an array on other devices is moved, numpy goes in as it is."""
+        if self.plan.num_stages > 1:
+            return list(batch)
+        return [x if fits(x, s) else jax.device_put(x, s) for x, s in zip(batch, self._batch_shardings, strict=True)]
+
+    def place(self, *args: Any) -> Any:
+        """The non-batch arguments laid out as planned, in the user's structure; a tuple where there are several."""
+        state, _ = self._graph.step.flatten(*args)
+        return self._graph.step.state_result(self._place(state, quiet=True))
+
+    def init(self, create_state: Callable[..., Any], *args: Any) -> Any:
+        """A new state that is sharded from the start: no device computes or holds more than what it keeps.
+
+        Args:
+            create_state: returns the step's non-batch argument.
+            *args: its arguments.
+
+        Raises:
+            PlanMismatchError: it returns other leaves than the plan was made for.
+        """
+        return self._graph.step.state_result(create(self._layout, create_state, args))
+
+    def gather(self, state: Any, device: Any = None) -> Any:
+        """A copy of a tree of arrays on one device; the first of the plan by default."""
+        target = device if device is not None else self._layout.meshes[0].devices.flat[0]
+        return jax.tree.map(lambda leaf: gather_leaf(leaf, target), state)
+
+    def abstract_state(self) -> Any:
+        """The state as `jax.ShapeDtypeStruct`s with shardings, for checkpoints."""
+        shapes = [
+            jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=s)
+            for v, s in zip(self._graph.step.state, self.in_shardings, strict=True)
+        ]
+        return self._graph.step.state_result(shapes)
+
+    @property
+    def in_shardings(self) -> tuple[NamedSharding, ...]:
+        """Layout of every state leaf, in flat order."""
+        return self._layout.state_shardings
+
+    @property
+    def batch_shardings(self) -> tuple[NamedSharding, ...]:
+        """Layout of every batch leaf, in flat order, that saves the step from moving it."""
+        return self._batch_shardings
+
+    @property
+    def batch_sharding(self) -> NamedSharding:
+        """Layout of the first batch leaf; fits every leaf that the same layers read."""
+        return self._batch_shardings[0]
+
+    @property
+    def programs(self) -> tuple[Program, ...]:
+        """Every compiled program; compiles those that have not been used yet."""
+        return self._run.programs
+
+    def lower(self, *args: Any) -> Any:
+        """The lowered program of the step, a tuple of them for several stages; arguments are only checked."""
+        if args:
+            self._graph.step.flatten(*args)
+        lowered = tuple(p.lowered for p in self.programs)
+        return lowered[0] if len(lowered) == 1 else lowered
+
+    def memory_analysis(self) -> Any:
+        """Of the compiled program, a dict by name for several stages, as `jax.stages.Compiled.memory_analysis`."""
+        analyses = {p.name: p.compiled.memory_analysis() for p in self.programs}
+        return analyses["train_step"] if "train_step" in analyses else analyses
+
+    def __repr__(self) -> str:
+        return f"ParallelStep({self.plan.num_stages} stages, {self.plan.num_microbatches} micro-batches)"

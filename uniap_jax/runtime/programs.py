@@ -1,0 +1,118 @@
+"""Compiled programs: fixed shapes, fixed shardings, compiled once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+
+from uniap_jax.core.graph import Value
+from uniap_jax.core.jax_compat import ClosedJaxpr, Var
+from uniap_jax.core.jaxprs import close, live_eqns, open_jaxpr
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Program:
+    """A compiled function of flat lists of arrays.
+
+    Attributes:
+        name: for people and traces.
+        lowered: before compilation.
+        compiled: called with the lists; never compiles again.
+    """
+
+    name: str
+    lowered: Any
+    compiled: Any
+
+    def __call__(self, *lists: Any) -> Any:
+        return self.compiled(*lists)
+
+    @property
+    def output_shardings(self) -> Any:
+        """As compiled."""
+        return self.compiled.output_shardings
+
+
+def build(
+    name: str,
+    function: Callable[..., Any],
+    inputs: Sequence[Any],
+    *,
+    mesh: Mesh,
+    outputs: Any = None,
+    donate: tuple[int, ...] = (),
+) -> Program:
+    """Traces, lowers and compiles on a mesh of our own, whatever mesh the caller has set.
+
+    Args:
+        name: of the program.
+        function: of as many arguments as `inputs`.
+        inputs: per argument a list of `jax.ShapeDtypeStruct`s with shardings.
+        mesh: the devices.
+        outputs: shardings of the outputs; None leaves one to the compiler.
+        donate: arguments whose buffers the outputs may take.
+    """
+
+    def named(*args: Any) -> Any:
+        return function(*args)
+
+    named.__name__ = named.__qualname__ = name
+    with jax.set_mesh(mesh):
+        lowered = jax.jit(named, out_shardings=outputs, donate_argnums=donate).lower(*inputs)
+        return Program(name=name, lowered=lowered, compiled=lowered.compile())
+
+
+def shape_of(value: Value, sharding: Sharding | None = None) -> jax.ShapeDtypeStruct:
+    """A value as a traced argument."""
+    return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
+
+
+def aval_shape(atom: Any, sharding: Sharding | None = None) -> jax.ShapeDtypeStruct:
+    """A jaxpr's variable as a traced argument."""
+    return jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype, sharding=sharding)
+
+
+def is_key(dtype: Any) -> bool:
+    """Whether a dtype is that of typed PRNG keys."""
+    return bool(jax.dtypes.issubdtype(dtype, jax.dtypes.extended))
+
+
+def is_differentiable(dtype: Any) -> bool:
+    """Whether values of a dtype have cotangents."""
+    return not is_key(dtype) and bool(jax.dtypes.issubdtype(dtype, np.inexact))
+
+
+def constrain(array: Any, mesh: Mesh, spec: PartitionSpec) -> Any:
+    """Pins the layout of an intermediate; scalars, keys and single devices have only one."""
+    if mesh.size == 1 or not array.shape or is_key(array.dtype):
+        return array
+    return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, spec))
+
+
+def as_function(jaxpr: ClosedJaxpr, inputs: Sequence[Var], consts: dict[Var, Any]) -> Callable[..., list[Any]]:
+    """A closed jaxpr as a function of those inputs that are not constants of the trace."""
+    fixed = {v: _constant(consts[v]) for v in inputs if v in consts}
+
+    def function(*args: Any) -> list[Any]:
+        rest = iter(args)
+        return list(
+            jax.core.eval_jaxpr(open_jaxpr(jaxpr), (), *(fixed[v] if v in fixed else next(rest) for v in inputs))
+        )
+
+    return function
+
+
+def _constant(array: Any) -> Any:
+    """A constant free of the device that it happened to be made on."""
+    return array if is_key(array.dtype) else np.asarray(array)
+
+
+def prune(jaxpr: ClosedJaxpr, wanted: Sequence[Any], invars: Sequence[Var]) -> ClosedJaxpr:
+    """The part of a jaxpr that computes some of its variables, with the same inputs."""
+    kept, _ = live_eqns(open_jaxpr(jaxpr).eqns, wanted)
+    return close(invars, wanted, kept)

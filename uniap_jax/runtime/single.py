@@ -1,0 +1,154 @@
+"""One stage: the whole step is one compiled program."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from uniap_jax.core.jax_compat import ClosedJaxpr
+from uniap_jax.core.jaxprs import open_jaxpr
+from uniap_jax.runtime.homes import REPLICATED, Layout
+from uniap_jax.runtime.loss import accumulator_dtype, combine, gradient_weight, run_layers
+from uniap_jax.runtime.programs import Program, build, constrain, shape_of
+
+
+def batch_shardings(layout: Layout) -> tuple[NamedSharding, ...]:
+    """Of every leaf of the whole batch: as the first layer that reads it has it, by its rows."""
+    specs: dict[int, tuple[int, PartitionSpec]] = {}
+    for layer, sharding in zip(layout.graph.layers, layout.layers, strict=True):
+        for position, o in enumerate(layer.operands):
+            operand = layout.graph.operands[o]
+            if operand.kind == "batch":
+                specs.setdefault(operand.leaf, (layout.stage_of(layer.index), sharding.operands[position]))
+    shardings = (layout.on(*specs.get(i, (0, REPLICATED))) for i in range(len(layout.graph.step.batch)))
+    return tuple(shardings)
+
+
+class SingleStage:
+    """Runs a plan of one stage.
+
+    Args:
+        layout: graph under its plan.
+        donated: state leaves whose buffers are given up.
+    """
+
+    def __init__(self, layout: Layout, donated: Sequence[int]) -> None:
+        self._layout = layout
+        self._donated = tuple(donated)
+        self._kept = tuple(i for i in range(len(layout.graph.step.state)) if i not in set(donated))
+        self._program: Program | None = None
+
+    @property
+    def programs(self) -> tuple[Program, ...]:
+        """The one program, compiled at its first use."""
+        if self._program is None:
+            self._program = self._build()
+        return (self._program,)
+
+    def __call__(self, state: Sequence[Any], batch: Sequence[Any]) -> list[Any]:
+        """Flat outputs of the step from placed leaves."""
+        (program,) = self.programs
+        return program([state[i] for i in self._donated], [state[i] for i in self._kept], list(batch))
+
+    def _build(self) -> Program:
+        layout = self._layout
+        step, shardings = layout.graph.step, layout.state_shardings
+        outputs = [
+            shardings[leaf] if leaf is not None else layout.on(0) if not out.shape else None
+            for out, leaf in zip(step.outputs, step.output_leaf, strict=True)
+        ]
+
+        def whole(donated: list[Any], kept: list[Any], batch: list[Any]) -> list[Any]:
+            leaves = dict(zip((*self._donated, *self._kept), (*donated, *kept), strict=True))
+            return train_step(layout, [leaves[i] for i in range(len(leaves))], batch)
+
+        return build(
+            "train_step",
+            whole,
+            [
+                [shape_of(step.state[i], shardings[i]) for i in self._donated],
+                [shape_of(step.state[i], shardings[i]) for i in self._kept],
+                [shape_of(v, s) for v, s in zip(step.batch, batch_shardings(layout), strict=True)],
+            ],
+            mesh=layout.meshes[0],
+            outputs=outputs,
+            donate=(0,),
+        )
+
+
+def _evaluate(jaxpr: ClosedJaxpr, *args: Any) -> list[Any]:
+    return list(jax.core.eval_jaxpr(open_jaxpr(jaxpr), jaxpr.consts, *args))
+
+
+def train_step(layout: Layout, state: Sequence[Any], batch: Sequence[Any]) -> list[Any]:
+    """The step as a function of flat leaves: before, loss and gradients, update."""
+    step, count = layout.graph.step, len(layout.graph.params)
+    ready = _evaluate(step.before, *state)
+    results, grads = loss_and_grads(layout, ready[:count], ready[count:], batch)
+    return _evaluate(step.update, *state, *batch, *results, *grads)
+
+
+def loss_and_grads(
+    layout: Layout, params: Sequence[Any], state_operands: Sequence[Any], batch: Sequence[Any]
+) -> tuple[list[Any], list[Any]]:
+    """Results and gradients of the whole batch, over its micro-batches in turn.
+
+    Args:
+        layout: graph under a plan of one stage.
+        params: in the graph's order.
+        state_operands: what `before` computed after the parameters.
+        batch: leaves of the whole batch.
+    """
+    graph, c = layout.graph, layout.plan.num_microbatches
+
+    def loss(params: Sequence[Any], batch: Sequence[Any], index: Any) -> tuple[Any, list[Any]]:
+        operands = {
+            i: state_operands[o.leaf] if o.kind == "state" else batch[o.leaf] if o.kind == "batch" else index
+            for i, o in enumerate(graph.operands)
+        }
+        values = run_layers(layout, range(len(graph.layers)), dict(enumerate(params)), operands, {})
+        results = [values[v] for v in graph.results]
+        return results[0], results
+
+    def one(batch: Sequence[Any], index: Any) -> tuple[list[Any], list[Any]]:
+        (_, results), grads = jax.value_and_grad(loss, has_aux=True)(list(params), batch, index)
+        return results, [constrain(g, layout.meshes[0], h.grads) for g, h in zip(grads, layout.params, strict=True)]
+
+    if c == 1:
+        return one(batch, jnp.int32(0))
+    return _accumulate(layout, params, [_split(layout, x, i) for i, x in enumerate(batch)], one)
+
+
+def _split(layout: Layout, leaf: Any, position: int) -> Any:
+    """[B, ...] to [c, B/c, ...]: the rows of every micro-batch spread over all devices of the batch axes."""
+    c, mesh = layout.plan.num_microbatches, layout.meshes[0]
+    spec = batch_shardings(layout)[position].spec
+    whole = constrain(leaf, mesh, REPLICATED)
+    return constrain(whole.reshape(c, leaf.shape[0] // c, *leaf.shape[1:]), mesh, PartitionSpec(None, *spec))
+
+
+def _accumulate(layout: Layout, params: Sequence[Any], pieces: Sequence[Any], one: Any) -> tuple[list[Any], list[Any]]:
+    mesh, weight = layout.meshes[0], gradient_weight(layout)
+    homes, graph = layout.params, layout.graph
+
+    def body(total: list[Any], piece: tuple[Any, list[Any]]) -> tuple[list[Any], list[Any]]:
+        results, grads = one(piece[1], piece[0])
+        added = [t + weight * g.astype(t.dtype) for t, g in zip(total, grads, strict=True)]
+        return [constrain(a, mesh, h.grads) for a, h in zip(added, homes, strict=True)], results
+
+    zeros = [
+        constrain(jnp.zeros(p.shape, accumulator_dtype(p.dtype)), mesh, h.grads)
+        for p, h in zip(params, homes, strict=True)
+    ]
+    index = jnp.arange(layout.plan.num_microbatches, dtype=jnp.int32)
+    total, stacked = lax.scan(body, zeros, (index, list(pieces)))
+    results = [
+        combine(r, how, graph.values[v].batch_dim)
+        for r, how, v in zip(stacked, graph.reductions, graph.results, strict=True)
+    ]
+    return results, [t.astype(p.dtype) for t, p in zip(total, params, strict=True)]

@@ -1,0 +1,179 @@
+"""The state on its devices: placed, created there, gathered from there."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Sharding
+
+from uniap_jax.core.errors import ExecutionError, PlanMismatchError
+from uniap_jax.core.graph import Value
+from uniap_jax.runtime.homes import Layout
+from uniap_jax.runtime.programs import is_key
+
+log = logging.getLogger("uniap_jax")
+
+
+def fits(leaf: Any, sharding: Sharding) -> bool:
+    """Whether a leaf is an array that already lies as planned."""
+    if not isinstance(leaf, jax.Array):
+        return False
+    have = leaf.sharding
+    return (
+        have is sharding
+        or have == sharding
+        or (have.device_set == sharding.device_set and have.is_equivalent_to(sharding, leaf.ndim))
+    )
+
+
+def check_leaf(leaf: Any, value: Value) -> None:
+    """Refuses what is not this leaf.
+
+    Raises:
+        PlanMismatchError: another shape than the one planned for.
+        ExecutionError: the array was given up to an earlier step.
+    """
+    if isinstance(leaf, jax.Array) and leaf.is_deleted():
+        raise ExecutionError(
+            f"argument leaf {value.name} was given up to an earlier call of the step, which reuses its memory: go on "
+            "with the state that call returned (state, metrics = step(state, batch)), or compile the step with "
+            "donation off (donate_argnums=()) to keep the old state",
+            leaf=value.name,
+        )
+    if np.shape(leaf) != value.shape:
+        raise PlanMismatchError(
+            f"argument leaf {value.name} has shape {np.shape(leaf)}, the plan was made for {value.shape}",
+            leaf=value.name,
+            shape=np.shape(leaf),
+            expected=value.shape,
+        )
+
+
+def place_leaf(leaf: Any, value: Value, sharding: Sharding) -> jax.Array:
+    """A copy of a leaf as planned; never an alias, so that donating it leaves the original alone."""
+    check_leaf(leaf, value)
+    if isinstance(leaf, jax.Array):
+        if leaf.dtype != value.dtype and not is_key(value.dtype):
+            leaf = leaf.astype(value.dtype)
+        placed = jax.device_put(leaf, sharding, may_alias=False)
+    else:
+        placed = jax.device_put(np.asarray(leaf, dtype=value.dtype), sharding, may_alias=False)
+    return placed  # type: ignore[no-any-return]
+
+
+class Placer:
+    """Brings state leaves to where the plan wants them.
+
+    Args:
+        values: shapes of the leaves.
+        shardings: where they belong.
+        donated: leaves whose buffers are given up.
+    """
+
+    def __init__(self, values: Sequence[Value], shardings: Sequence[Sharding], donated: Sequence[int]) -> None:
+        self._values = tuple(values)
+        self._shardings = tuple(shardings)
+        self._donated = tuple(donated)
+
+    def __call__(self, leaves: Sequence[Any], *, quiet: bool = False) -> list[Any]:
+        """Leaves as planned; those that lie there already are the same objects.
+
+        Args:
+            leaves: of the state, in flat order.
+            quiet: whether moving is what was asked for, and needs no line in the log.
+
+        Raises:
+            ExecutionError: a leaf was given up to an earlier step.
+            PlanMismatchError: a leaf has another shape than planned.
+        """
+        placed = list(leaves)
+        moved: list[int] = []
+        for i, leaf in enumerate(leaves):
+            if fits(leaf, self._shardings[i]):
+                check_leaf(leaf, self._values[i])
+            else:
+                placed[i] = place_leaf(leaf, self._values[i], self._shardings[i])
+                moved.append(i)
+        if moved and not quiet:
+            size = sum(self._values[i].nbytes for i in moved)
+            log.info(
+                "placed %d of %d state leaves (%.1f MiB; first: %s) as the plan lays them out; "
+                "state = step.place(state, batch) does this once before the loop",
+                len(moved),
+                len(placed),
+                size / 2**20,
+                self._values[moved[0]].name,
+            )
+        self._separate(placed)
+        return placed
+
+    def _separate(self, placed: list[Any]) -> None:
+        """Gives every donated leaf a buffer of its own."""
+        owner: dict[int, int] = {}
+        first = self._donated[0] if self._donated else 0
+        if len({id(placed[i]) for i in self._donated}) == len(self._donated):
+            return
+        for i in self._donated:
+            first = owner.setdefault(id(placed[i]), i)
+            if first != i:
+                log.warning(
+                    "%s and %s are the same array; both are given up to the step, so the second is copied",
+                    self._values[first].name,
+                    self._values[i].name,
+                )
+                placed[i] = jax.device_put(placed[i], self._shardings[i], may_alias=False)
+
+
+def create(layout: Layout, create_state: Callable[..., Any], args: Sequence[Any]) -> list[Any]:
+    """Leaves of a new state, each computed only where it lives.
+
+    Args:
+        layout: graph under its plan.
+        create_state: returns the step's non-batch argument.
+        args: of `create_state`.
+
+    Raises:
+        PlanMismatchError: it returns another number of leaves, or other shapes, than the plan was made for.
+    """
+    values, shardings = layout.graph.step.state, layout.state_shardings
+    shapes = jax.tree.leaves(jax.eval_shape(create_state, *args))
+    if [(tuple(s.shape), s.dtype) for s in shapes] != [(v.shape, v.dtype) for v in values]:
+        odd = next(
+            (v.name for s, v in zip(shapes, values, strict=False) if (tuple(s.shape), s.dtype) != (v.shape, v.dtype)),
+            "",
+        )
+        raise PlanMismatchError(
+            f"create_state returns {len(shapes)} leaves, the plan was made for {len(values)}; first that differs: "
+            f"{odd or 'the number of leaves'}",
+            leaf=odd,
+            expected=len(values),
+            got=len(shapes),
+        )
+    created: list[Any] = [None] * len(values)
+    for stage in sorted({h.stage for h in layout.leaves}, key=lambda s: -1 if s is None else s):
+        mine = [i for i, h in enumerate(layout.leaves) if h.stage == stage]
+
+        def leaves_here(*args: Any, mine: Sequence[int] = tuple(mine)) -> list[Any]:
+            made = jax.tree.leaves(create_state(*args))
+            return [made[i] for i in mine]
+
+        mesh = layout.world if stage is None else layout.meshes[stage]
+        with jax.set_mesh(mesh):
+            made = jax.jit(leaves_here, out_shardings=[shardings[i] for i in mine])(*_loose(args))
+        for i, leaf in zip(mine, made, strict=True):
+            created[i] = leaf
+    return created
+
+
+def _loose(args: Sequence[Any]) -> Any:
+    """Arguments without a device of their own, so that they may go to any stage."""
+    return jax.tree.map(lambda x: x if is_key(getattr(x, "dtype", np.dtype("float32"))) else np.asarray(x), tuple(args))
+
+
+def gather_leaf(leaf: Any, device: Any) -> Any:
+    """A leaf on one device."""
+    return jax.device_put(leaf, device) if isinstance(leaf, jax.Array) else leaf

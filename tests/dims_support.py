@@ -62,23 +62,32 @@ def _groups(line: str) -> list[tuple[int, ...]]:
     listed = pairs or re.search(r"replica_groups=\{(\{.*?\})\}", line)
     if listed:
         return [tuple(map(int, g.split(","))) for g in re.findall(r"\{([\d,]+)\}", listed.group(1))]
-    if named := re.search(r"replica_groups=mesh\[([^\]]+)\] \{([^}]*)\}", line):
+    if named := re.search(r"replica_groups=mesh\[([^\]]+)\](?:, device_ids=\(([^ ]*)\))? \{([^}]*)\}", line):
         return _named_groups(*named.groups())
     iota = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line)
     if iota is None:
         raise ValueError(f"unreadable replica groups: {line}")
-    dims, shape = ([int(n) for n in iota.group(i).split(",")] for i in (1, 2))
-    ids = np.arange(math.prod(shape)).reshape(shape)
-    if iota.group(3):
-        ids = ids.transpose([int(n) for n in iota.group(3).split(",")])
-    return [tuple(g) for g in ids.reshape(-1, dims[-1]).tolist()]
+    return [tuple(g) for g in _iota(iota.group(2), iota.group(3)).reshape(-1, _ints(iota.group(1))[-1]).tolist()]
 
 
-def _named_groups(mesh: str, chosen: str) -> list[tuple[int, ...]]:
-    """`'data'=4,'tensor'=2` and `'tensor'`: devices that differ in the chosen axes."""
+def _ints(text: str) -> list[int]:
+    return [int(n) for n in text.split(",")]
+
+
+def _iota(shape: str, order: str | None) -> np.ndarray:
+    """`[4,2]T(1,0)`: 0, 1, 2, ... in that shape, transposed."""
+    ids = np.arange(math.prod(_ints(shape))).reshape(_ints(shape))
+    return ids.transpose(_ints(order)) if order else ids
+
+
+def _named_groups(mesh: str, order: str | None, chosen: str) -> list[tuple[int, ...]]:
+    """`'data'=4,'tensor'=2`, perhaps with device ids, and `'tensor'`: devices that differ in the chosen axes."""
     names, sizes = zip(*[part.split("=") for part in mesh.split(",")], strict=True)
     over = [names.index(n) for n in chosen.split(",")]
-    ids = np.arange(8).reshape([int(n) for n in sizes])
+    iota = re.fullmatch(r"\[([\d,]+)\](?:T\(([\d,]+)\))?", order or "[8]")
+    if iota is None:
+        raise ValueError(f"unreadable device ids: {order}")
+    ids = _iota(*iota.groups()).reshape([int(n) for n in sizes])
     rest = [i for i in range(len(names)) if i not in over]
     return [tuple(g) for g in ids.transpose([*rest, *over]).reshape(-1, math.prod(ids.shape[i] for i in over)).tolist()]
 

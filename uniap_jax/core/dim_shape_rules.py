@@ -57,7 +57,7 @@ Rule = Callable[[Use], list[Dims]]
 
 
 def elementwise(use: Use) -> list[Dims]:
-    """Same position, same class; scalars and size-1 dimensions carry none."""
+    """Same position from the right, same class; scalars and dimensions of size 1 carry none."""
     out: list[Node | None] = [None] * len(use.out_shape())
     for dims in use.ins:
         for i, node in enumerate(reversed(dims)):

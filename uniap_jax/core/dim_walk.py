@@ -8,7 +8,7 @@ from typing import Any
 
 from uniap_jax.core.dim_classes import ClassBuilder, DimClass, Dims
 from uniap_jax.core.dim_rules import rule_for
-from uniap_jax.core.dim_shape_rules import CONST, LIVE, PARAM, Use, shape_of, unknown
+from uniap_jax.core.dim_shape_rules import CONST, LIVE, PARAM, Rule, Use, shape_of, unknown
 from uniap_jax.core.jax_compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from uniap_jax.core.jaxprs import open_jaxpr
 
@@ -85,6 +85,7 @@ class _Walker:
 
     def __init__(self, builder: ClassBuilder) -> None:
         self._b = builder
+        self._source = ""
 
     def body(self, jaxpr: Jaxpr | ClosedJaxpr, inputs: list[Held]) -> list[Held]:
         opened = open_jaxpr(jaxpr)
@@ -94,8 +95,11 @@ class _Walker:
         def read(atom: Any) -> Held:
             return Held(kind=CONST, dims=None) if isinstance(atom, Literal) else env[atom]
 
+        caller = self._source
         for eqn in opened.eqns:
+            self._source = source_line(eqn) or caller
             env.update(zip(eqn.outvars, self._equation(eqn, [read(v) for v in eqn.invars]), strict=True))
+        self._source = caller
         return [read(v) for v in opened.outvars]
 
     def _equation(self, eqn: JaxprEqn, ins: list[Held]) -> list[Held]:
@@ -105,14 +109,13 @@ class _Walker:
         if control is not None:
             return control(eqn, ins)
         body = inner_jaxpr(eqn)
-        return self.body(body, ins) if body is not None else self._rule(eqn, ins)
+        return self.body(body, ins) if body is not None else self._rule(eqn, ins, rule_for(eqn.primitive.name))
 
-    def _rule(self, eqn: JaxprEqn, ins: list[Held]) -> list[Held]:
-        name = eqn.primitive.name
+    def _rule(self, eqn: JaxprEqn, ins: list[Held], rule: Rule) -> list[Held]:
         dims = tuple(self._dims(h, v) for h, v in zip(ins, eqn.invars, strict=True))
-        use = Use(classes=self._b, eqn=eqn, ins=dims, kinds=tuple(h.kind for h in ins), source=source_line(eqn))
-        outs = rule_for(name)(use)
-        kind = LIVE if name in _INDEXED else max(h.kind for h in ins)
+        use = Use(classes=self._b, eqn=eqn, ins=dims, kinds=tuple(h.kind for h in ins), source=self._source)
+        outs = rule(use)
+        kind = LIVE if eqn.primitive.name in _INDEXED else max(h.kind for h in ins)
         for out in outs:
             self._b.value(out)
         return [Held(kind=kind, dims=out) for out in outs]
@@ -138,7 +141,7 @@ class _Walker:
         stacked = [len(shape_of(v)) != len(shape_of(w)) for v, w in zip(eqn.outvars, body.outvars, strict=True)]
         carries = stacked.count(False)
         start = len(ins) - scanned.count(True) - carries
-        source, given = source_line(eqn), []
+        source, given = self._source, []
         for i, (held, var) in enumerate(zip(ins, eqn.invars, strict=True)):
             if scanned[i] and held.dims is not None:
                 self._b.block(held.dims[0], "a scan runs along it", source)
@@ -171,14 +174,9 @@ class _Walker:
     def _cond(self, eqn: JaxprEqn, ins: list[Held]) -> list[Held]:
         """Branches agree on their results; the index picks one on every device alike."""
         if any(n is not None for n in ins[0].dims or ()):
-            return self._opaque(eqn, ins)
+            return self._rule(eqn, ins, unknown)
         branches = [self.body(b, ins[1:]) for b in eqn.params["branches"]]
         results = branches[0]
         for other in branches[1:]:
             results = [self._unite(a, b) for a, b in zip(results, other, strict=True)]
         return results
-
-    def _opaque(self, eqn: JaxprEqn, ins: list[Held]) -> list[Held]:
-        dims = tuple(self._dims(h, v) for h, v in zip(ins, eqn.invars, strict=True))
-        use = Use(classes=self._b, eqn=eqn, ins=dims, kinds=tuple(h.kind for h in ins), source=source_line(eqn))
-        return [Held(kind=LIVE, dims=d) for d in unknown(use)]

@@ -12,7 +12,7 @@ from functools import lru_cache
 from itertools import combinations
 from typing import Any
 
-from uniap_jax.core.dim_classes import CROSSES, PIECES, SUMMED_BETWEEN, DimClass, View
+from uniap_jax.core.dim_classes import CROSSES, MINOR, PIECES, SUMMED_BETWEEN, DimClass, View
 from uniap_jax.core.dim_walk import Walked, walk
 from uniap_jax.core.graph import Layer
 
@@ -21,7 +21,7 @@ _SMALLEST_TABLE = 0.05
 # Beyond this many classes that exclude each other, the lightest are left out of the exact choice.
 _EXACT = 12
 # What stops every head dimension, no news to anyone.
-_EXPECTED = (PIECES, SUMMED_BETWEEN)
+_EXPECTED = (PIECES, MINOR, SUMMED_BETWEEN)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,4 +152,5 @@ def _reason(classes: tuple[DimClass, ...], open_: list[DimClass], degree: int) -
     heaviest = max((c for c in inner if c.blocks), key=lambda c: c.flops, default=None)
     if heaviest is None:
         return "it has no dimension of its own to split (every one crosses to another layer); use data or fsdp here"
-    return f"its largest inner dimension, of size {heaviest.size}, stays whole: {heaviest.blocks[0]}; use data or fsdp here"
+    why = f"its largest inner dimension, of size {heaviest.size}, stays whole: {heaviest.blocks[0]}"
+    return f"{why}; use data or fsdp here"

@@ -159,6 +159,7 @@ def test_build_must_return_three_things(
     [
         (errors.InfeasibleError("m", needed_bytes=3), 3, "infeasible"),
         (errors.StrategyError("m"), 3, "infeasible"),
+        (errors.OptionError("m", num_stages=3, possible=(1, 2)), 3, "infeasible"),
         (errors.PlanMismatchError("m"), 3, "plan_mismatch"),
         (errors.NoPlanInTimeError("m"), 4, "no_plan_in_time"),
         (errors.TraceError("m"), 2, "not_traced"),
@@ -174,7 +175,7 @@ def test_errors_become_exit_codes_and_one_object(
     assert failure(error, Output(stream=stream, as_json=True)) == code
     found = json.loads(stream.getvalue())
     assert (found["ok"], found["status"], found["error"]) == (False, status, type(error).__name__)
-    assert found["fields"] == error.fields
+    assert found["fields"] == plain(error.fields)
     assert capsys.readouterr().err == f"{type(error).__name__}: m\n"
 
 

@@ -25,6 +25,7 @@ EXIT_CODES: tuple[tuple[type[errors.UniapError], int, str], ...] = (
     (errors.NoPlanInTimeError, NO_PLAN_IN_TIME, "no_plan_in_time"),
     (errors.InfeasibleError, NOTHING_FITS, "infeasible"),
     (errors.StrategyError, NOTHING_FITS, "infeasible"),
+    (errors.OptionError, NOTHING_FITS, "infeasible"),
     (errors.PlanMismatchError, NOTHING_FITS, "plan_mismatch"),
     (UsageError, USAGE, "usage"),
     (errors.TraceError, USAGE, "not_traced"),

@@ -15,6 +15,7 @@ from uniap_jax.cli.output import CHECK_FAILED, OK, Output, UsageError, say
 from uniap_jax.cli.progress import progress_bar
 from uniap_jax.cli.steps import load_build
 from uniap_jax.core.cluster import Cluster, local_cluster
+from uniap_jax.core.errors import OptionError
 from uniap_jax.core.graph import LayerGraph
 from uniap_jax.core.plan import Plan
 from uniap_jax.core.plan_text import format_seconds
@@ -158,7 +159,10 @@ def solve(options: Namespace, output: Output) -> int:
     path = Path(options.tables)
     if not path.is_file():
         raise UsageError(f"there is no file {path}", path=str(path))
-    found = solve_file(path, engine=options.engine, time_limit_s=options.time_limit)
+    try:
+        found = solve_file(path, engine=options.engine, time_limit_s=options.time_limit)
+    except OptionError as error:
+        raise UsageError(str(error), **error.fields) from None
     output.show({"ok": True, **found}, lambda stream: print_facts(found, stream))
     return OK
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import jax
 import numpy as np
 
 from uniap_jax.api import compile_plan, estimate, local_cluster, solve, trace
-from uniap_jax.core.graph import LayerGraph, Value
+from uniap_jax.core.graph import LayerGraph
 from uniap_jax.core.plan import Plan
 from uniap_jax.core.profile import Profile
+from uniap_jax.core.reference import reference_gradients, with_gradients
 from uniap_jax.core.serialize import plan_to_json
 
 TOLERANCE = {"loss": 1e-5, "grad": 1e-4}
@@ -105,61 +106,6 @@ def check(
     if plan is None:
         plan = solve(estimate(graph, local_cluster(devices), profile), baselines=False, **pins)
     return check_plan(graph, plan, (state, batch), devices=devices, steps=steps)
-
-
-def with_gradients(graph: LayerGraph) -> LayerGraph:
-    """The same step on flat leaves, returning (*its outputs, loss, *gradients in the order of the parameters).
-
-    Called as `step(state leaves, batch leaves)`.
-    """
-    step, count = graph.step, len(graph.params)
-    results = len(graph.results)
-    extra = 1 + count
-
-    def update(*args: Any) -> list[Any]:
-        grads = args[len(args) - count :]
-        loss = args[len(args) - count - results]
-        return [*jax.core.eval_jaxpr(step.update.jaxpr, step.update.consts, *args), loss, *grads]
-
-    shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in step.update.in_avals]
-    loss_value = graph.values[graph.results[0]]
-    outputs = (Value(shape=(), dtype=loss_value.dtype, name="loss"), *graph.params)
-
-    return replace(
-        graph,
-        step=replace(
-            step,
-            update=jax.make_jaxpr(update)(*shapes),
-            outputs=(*step.outputs, *outputs),
-            output_leaf=(*step.output_leaf, *([None] * extra)),
-            flatten=lambda state, batch: (list(state), list(batch)),
-            unflatten=lambda outputs, *_: list(outputs),
-        ),
-    )
-
-
-def reference_gradients(graph: LayerGraph) -> Callable[..., tuple[Any, list[Any]]]:
-    """`(*state leaves, *batch leaves) -> (loss, gradients)` of the whole batch, as plain JAX computes them."""
-    step, count = graph.step, len(graph.step.state)
-
-    def loss(params: Sequence[Any], operands: Sequence[Any], batch: Sequence[Any]) -> Any:
-        values: dict[int, Any] = {}
-        for layer in graph.layers:
-            inputs = [params[i] for i in layer.params]
-            for i in layer.operands:
-                operand = graph.operands[i]
-                source = {"state": operands, "batch": batch, "index": [np.int32(0)]}[operand.kind]
-                inputs.append(source[operand.leaf])
-            inputs += [values[i] for i in layer.reads]
-            values.update(zip(layer.writes, jax.core.eval_jaxpr(layer.jaxpr.jaxpr, (), *inputs), strict=True))
-        return values[graph.results[0]]
-
-    def gradients(*leaves: Any) -> tuple[Any, list[Any]]:
-        outs = jax.core.eval_jaxpr(step.before.jaxpr, step.before.consts, *leaves[:count])
-        params, operands = outs[: len(graph.params)], outs[len(graph.params) :]
-        return jax.value_and_grad(loss)(params, operands, leaves[count:])
-
-    return gradients
 
 
 def _floating(value: Any) -> bool:

@@ -59,7 +59,7 @@ def _resized(args: Sequence[Any], batch_argnums: Sequence[int], size: int) -> tu
     cut = {a % count for a in batch_argnums}
 
     def leaf(x: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype)
+        return jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype, weak_type=bool(getattr(x, "weak_type", False)))
 
     return tuple(jax.tree.map(leaf, a) if i in cut else a for i, a in enumerate(args))
 

@@ -149,6 +149,8 @@ def _of_count(eqn: Any, operands: list[Kind]) -> Kind:
 def _of_reduced(eqn: Any, operands: list[Kind]) -> Kind:
     """Of sums and means over examples: only what is linear in them keeps the name."""
     name, names = eqn.primitive.name, [k.name for k in operands]
+    if "rows" in names or "scaled_rows" in names:
+        return _mixed(eqn, "examples meet a statistic of the whole batch")
     if name in ELEMENTWISE_LINEAR or name in SHAPE_ONLY or name in ("reduce_sum", "slice", "concatenate", "pad"):
         return _same(eqn, names)
     if name in ("add", "sub", "add_any"):
@@ -163,8 +165,6 @@ def _of_reduced(eqn: Any, operands: list[Kind]) -> Kind:
         return MEAN
     if name == "div" and set(names) == {"sum"}:
         return _mixed(eqn, "a ratio of two sums over examples")
-    if "rows" in names or "scaled_rows" in names:
-        return _mixed(eqn, "examples meet a statistic of the whole batch")
     return _mixed(eqn, "a sum or mean over examples goes through a function that is not linear")
 
 
@@ -184,6 +184,8 @@ def _of_rows(eqn: Any, operands: list[Kind], grown: tuple[int, ...]) -> Kind:
     if counts:
         if name == "div" and operands[1].name == "count" and operands[0].name == "rows" and grown:
             return Kind("scaled_rows", grown[0])
+        if name == "add" and grown and all(k.position for k in rows):  # a negative index counts from the end
+            return Kind("rows", grown[0], position=True)
         return _mixed(eqn, "examples are scaled by the batch size in an unusual way")
     scaled = any(k.name == "scaled_rows" for k in rows)
     if scaled and (name not in ELEMENTWISE_LINEAR | SHAPE_ONLY | {"reduce_sum", "mul", "add", "sub", "div"}

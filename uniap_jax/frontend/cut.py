@@ -7,7 +7,6 @@ neither do scalars (auxiliary losses carried along) nor results on their way out
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +23,8 @@ MIN_SHARE = 0.01  # of the work: a smaller layer joins a neighbour
 MAX_REGION = 0.30  # of the work: a larger region is cut again at wider places
 MAX_WIDTH = 12
 PIECE = 1 / 16  # of the work: what unequal layers are gathered up to
+MIN_RUN = 0.05  # of the work: a lighter run of equal neighbours is not worth telling apart
+NOTHING = 1e-4  # of the work: joins a neighbour whatever that breaks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -106,15 +107,80 @@ def cut_points(work: Work, marks: Sequence[int] = ()) -> tuple[int, ...]:
     n = len(work.order)
     if marks:
         return tuple(sorted({m for m in marks if 0 < m < n}))
-    atoms = [0, *_refine(work, 0, n, 1), n]
-    pieces = _equal_runs(work, atoms, 0, len(atoms) - 1)
-    return tuple(b for b in _join_small(work, [*pieces, n]) if 0 < b < n)
+    ids = _text_ids(work)
+    pieces = _join_small(work, _pieces(work, ids, 0, n), n)
+    return tuple(p.start for p in pieces if p.start)
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A layer to be: where it starts, and whether it is one of a run of equal ones."""
+
+    start: int
+    equal: bool
+
+
+def _text_ids(work: Work) -> np.ndarray:
+    """A number for each equation, equal for equations of equal structure."""
+    known: dict[str, int] = {}
+    return np.asarray([known.setdefault(t, len(known)) for t in work.text])
+
+
+def _pieces(work: Work, ids: np.ndarray, low: int, high: int) -> list[_Piece]:
+    """Pieces of [low, high): the heaviest run of equal neighbours is one piece each, the rest is gathered."""
+    if low >= high:
+        return []
+    run = _best_run(work, ids, low, high)
+    if run is None:
+        return [_Piece(p, False) for p in _gather(work, low, high)]
+    start, period, count = run
+    inside = [_Piece(start + i * period, True) for i in range(count)]
+    return [*_pieces(work, ids, low, start), *inside, *_pieces(work, ids, start + period * count, high)]
+
+
+def _best_run(work: Work, ids: np.ndarray, low: int, high: int) -> tuple[int, int, int] | None:
+    """The heaviest run of equal neighbours: (start, equations in one, how many); of equals the shortest period."""
+    sums = np.concatenate([[0.0], np.cumsum(work.weight)])
+    least = MIN_RUN * sums[-1]
+    best: tuple[float, int, int, int] | None = None
+    for period in range(1, (high - low) // 2 + 1):
+        equal = ids[low : high - period] == ids[low + period : high]
+        if np.count_nonzero(equal) < period:
+            continue
+        for offset, length in _stretches(equal):
+            count = length // period + 1
+            if count < 2 or sums[low + offset + length + period] - sums[low + offset] <= least:
+                continue
+            start = low + offset + _rotation(work, low + offset, length - (count - 1) * period, period, count)
+            share = float(sums[start + period * count] - sums[start])
+            if share > least and (best is None or share > best[0] * 1.02):
+                best = (share, start, period, count)
+    return None if best is None else best[1:]
+
+
+def _stretches(equal: np.ndarray) -> list[tuple[int, int]]:
+    """Start and length of every stretch of True."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], equal.astype(np.int8), [0]])))
+    return [(int(a), int(b - a)) for a, b in zip(edges[::2], edges[1::2], strict=True)]
+
+
+def _rotation(work: Work, start: int, spare: int, period: int, count: int) -> int:
+    """How far to turn a run so that it starts at the narrowest places, where a module starts if names tell."""
+
+    def cost(shift: int) -> tuple[Any, ...]:
+        places = [start + shift + i * period for i in range(count)]
+        first = places[1]
+        shared = len([0 for a, b in zip(work.path[first - 1], work.path[first], strict=False) if a == b])
+        widths = work.width[places]
+        return (int(widths.max()), shared, int(work.crossing_bytes[places].max()), shift)
+
+    return min(range(spare + 1), key=cost)
 
 
 def _refine(work: Work, low: int, high: int, width: int) -> list[int]:
     """Narrow places inside [low, high); regions that stay too heavy are cut at wider places."""
     share = work.weight[low:high].sum() / work.weight.sum()
-    if width > MAX_WIDTH or share <= (0.0 if width == 1 else MAX_REGION):
+    if width > MAX_WIDTH or (width > 1 and share <= MAX_REGION):
         return []
     places = [p for p in range(low + 1, high) if work.width[p] <= width]
     edges, found = [low, *places, high], list(places)
@@ -124,87 +190,39 @@ def _refine(work: Work, low: int, high: int, width: int) -> list[int]:
     return sorted(found)
 
 
-def _equal_runs(work: Work, atoms: Sequence[int], first: int, last: int) -> list[int]:
-    """Starts of layers over atoms [first, last): repeats of a run are one layer each, the rest is gathered."""
-    if first >= last:
-        return []
-    run = _best_run(work, atoms, first, last)
-    if run is None:
-        return _gather(work, atoms, first, last)
-    start, period, count = run
-    inside = [atoms[start + i * period] for i in range(count)]
-    end = start + period * count
-    return [*_equal_runs(work, atoms, first, start), *inside, *_equal_runs(work, atoms, end, last)]
-
-
-def _best_run(work: Work, atoms: Sequence[int], first: int, last: int) -> tuple[int, int, int] | None:
-    """The heaviest run of equal neighbours: (first atom, atoms in one, how many); of equals the shortest period."""
-    ids, weight = _atom_ids(work, atoms), np.add.reduceat(work.weight, atoms[:-1])
-    best: tuple[float, int, int, int] | None = None
-    for period in range(1, (last - first) // 2 + 1):
-        equal = ids[first : last - period] == ids[first + period : last]
-        for start, length in _stretches(equal):
-            count = length // period + 1
-            if count < 2:
-                continue
-            spare = length - (count - 1) * period
-            start = first + start + _rotation(work, atoms, first + start, spare, period)
-            share = float(weight[start : start + period * count].sum())
-            if share > 0.05 * work.weight.sum() and (best is None or share > best[0] * 1.02):
-                best = (share, start, period, count)
-    return None if best is None else best[1:]
-
-
-def _atom_ids(work: Work, atoms: Sequence[int]) -> np.ndarray:
-    """A number for each atom, equal for atoms of equal structure."""
-    known: dict[str, int] = {}
-    digests = [
-        hashlib.sha256("\n".join(work.text[a:b]).encode()).hexdigest() for a, b in zip(atoms, atoms[1:], strict=False)
-    ]
-    return np.asarray([known.setdefault(d, len(known)) for d in digests])
-
-
-def _stretches(equal: np.ndarray) -> list[tuple[int, int]]:
-    """Start and length of every stretch of True."""
-    edges = np.flatnonzero(np.diff(np.concatenate([[0], equal.astype(np.int8), [0]])))
-    return [(int(a), int(b - a)) for a, b in zip(edges[::2], edges[1::2], strict=True)]
-
-
-def _rotation(work: Work, atoms: Sequence[int], start: int, spare: int, period: int) -> int:
-    """How far to turn a run so that it starts at the narrowest place, where a module starts if names tell."""
-
-    def cost(shift: int) -> tuple[Any, ...]:
-        place = atoms[start + shift]
-        before = work.path[place - 1] if place else ()
-        shared = len([0 for a, b in zip(before, work.path[place], strict=False) if a == b])
-        return (int(work.width[place]), shared, int(work.crossing_bytes[place]), shift)
-
-    return min(range(min(spare, period - 1) + 1), key=cost)
-
-
-def _gather(work: Work, atoms: Sequence[int], first: int, last: int) -> list[int]:
-    """Gathers unequal atoms into pieces of about PIECE of the work, each starting at its narrowest place."""
-    total, starts, held = work.weight.sum(), [atoms[first]], 0.0
-    for i in range(first, last):
-        share = work.weight[atoms[i] : atoms[i + 1]].sum() / total
-        wide = work.width[atoms[i]] > work.width[[atoms[j] for j in range(first, last)]].min() + 1
-        if i > first and not wide and held >= MIN_SHARE and held + share > PIECE:
-            starts.append(atoms[i])
+def _gather(work: Work, low: int, high: int) -> list[int]:
+    """Gathers what lies between narrow places into pieces of about PIECE of the work."""
+    atoms = [low, *_refine(work, low, high, 1), high]
+    total, starts, held = work.weight.sum(), [low], 0.0
+    narrowest = work.width[atoms[1:-1]].min() if len(atoms) > 2 else 0
+    for a, b in zip(atoms, atoms[1:], strict=False):
+        share = work.weight[a:b].sum() / total
+        if a > low and work.width[a] <= narrowest + 1 and held >= MIN_SHARE and held + share > PIECE:
+            starts.append(a)
             held = 0.0
         held += share
     return starts
 
 
-def _join_small(work: Work, bounds: list[int]) -> list[int]:
-    """Joins layers below MIN_SHARE of the work to the neighbour with the wider border between them."""
-    bounds = sorted({0, *bounds})
-    total = work.weight.sum()
-    while len(bounds) > 2:
-        shares = [work.weight[a:b].sum() / total for a, b in zip(bounds, bounds[1:], strict=False)]
-        small = int(np.argmin(shares))
-        if shares[small] >= MIN_SHARE * min(1.0, 16 / len(shares)):
+def _join_small(work: Work, pieces: list[_Piece], end: int) -> list[_Piece]:
+    """Joins pieces below MIN_SHARE of the work to the neighbour with the wider border between them.
+
+    One of a run of equal layers is left equal: a small layer beside it (the embedding of a very deep model) stands
+    alone unless it is next to nothing.
+    """
+    total, pieces = work.weight.sum(), list(pieces)
+    while len(pieces) > 1:
+        starts = [p.start for p in pieces] + [end]
+        shares = [work.weight[a:b].sum() / total for a, b in zip(starts, starts[1:], strict=False)]
+        for i in sorted((i for i, p in enumerate(pieces) if not p.equal and shares[i] < MIN_SHARE), key=lambda i: shares[i]):
+            borders = [j for j in (i, i + 1) if 0 < j < len(pieces)]
+            free = [j for j in borders if not pieces[j - 1 if j == i else j].equal]
+            if not free and shares[i] < NOTHING:
+                free = borders
+            if free:
+                at = max(free, key=lambda j: (work.width[starts[j]], work.crossing_bytes[starts[j]], -j))
+                pieces[at - 1 : at + 1] = [_Piece(pieces[at - 1].start, False)]
+                break
+        else:
             break
-        left, right = bounds[small], bounds[small + 1]
-        inner = [b for b in (left, right) if 0 < b < bounds[-1]]
-        bounds.remove(max(inner, key=lambda b: (work.width[b], work.crossing_bytes[b], -b)))
-    return bounds
+    return pieces

@@ -1,0 +1,158 @@
+"""How values follow the batch: what may be split into micro-batches, and that splitting changes nothing."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+
+from uniap_jax.core.reference import reference_gradients
+from uniap_jax.core.errors import TraceError
+from uniap_jax.frontend import trace
+
+W = jnp.linspace(-1.0, 1.0, 12).reshape(4, 3)
+BATCH = {"x": jnp.linspace(0.0, 1.0, 32).reshape(8, 4), "label": jnp.arange(8) % 3, "mask": jnp.arange(8) % 2 * 1.0}
+
+
+def traced(loss, has_aux=False):
+    def step(w, b):
+        out, grad = jax.value_and_grad(lambda p: loss(p, b), has_aux=has_aux)(w)
+        return w - grad, out
+
+    return trace(step, W, BATCH)
+
+
+def logits(w, b):
+    return b["x"] @ w
+
+
+def cross_entropy(w, b):
+    return optax.softmax_cross_entropy_with_integer_labels(logits(w, b), b["label"])
+
+
+SPLITTABLE = {
+    "mean": (lambda w, b: cross_entropy(w, b).mean(), "mean"),
+    "sum": (lambda w, b: cross_entropy(w, b).sum(), "sum"),
+    "sum over count": (lambda w, b: cross_entropy(w, b).sum() / b["x"].shape[0], "mean"),
+    "rows over count": (lambda w, b: (cross_entropy(w, b) / b["x"].shape[0]).sum(), "mean"),
+    "regularised": (lambda w, b: cross_entropy(w, b).mean() + 0.1 * (w**2).sum(), "mean"),
+    "scaled": (lambda w, b: 1024.0 * -cross_entropy(w, b).mean(), "mean"),
+    "one hot": (lambda w, b: -(jax.nn.one_hot(b["label"], 3) * jax.nn.log_softmax(logits(w, b))).mean(), "mean"),
+    "masked sum": (lambda w, b: (cross_entropy(w, b) * b["mask"]).sum(), "sum"),
+    "indexed": (lambda w, b: jax.nn.log_softmax(logits(w, b))[jnp.arange(b["x"].shape[0]), b["label"]].mean(), "mean"),
+    "two means": (lambda w, b: cross_entropy(w, b).mean() + (logits(w, b) ** 2).mean(), "mean"),
+    "merged dims": (lambda w, b: (logits(w, b).reshape(-1) ** 2).mean(), "mean"),
+    "scan over features": (
+        lambda w, b: jax.lax.scan(lambda c, row: (c + jnp.outer(b["x"].sum(1), row**2), None), 0.0 * logits(w, b), w)[0].mean(),
+        "mean",
+    ),
+    "dot with itself": (lambda w, b: jnp.vdot(logits(w, b), logits(w, b)), "sum"),
+}
+
+MIXING = {
+    "ratio of sums": (lambda w, b: (cross_entropy(w, b) * b["mask"]).sum() / b["mask"].sum(), "ratio"),
+    "contrastive": (lambda w, b: jax.nn.logsumexp(logits(w, b) @ logits(w, b).T, axis=1).mean(), "every example"),
+    "normalised": (lambda w, b: ((logits(w, b) - logits(w, b).mean(0)) ** 2).mean(), "whole batch"),
+    "cumulative": (lambda w, b: jnp.cumsum(logits(w, b), axis=0).mean(), "along the batch"),
+    "maximum": (lambda w, b: logits(w, b).max(), "along the batch"),
+    "squared mean": (lambda w, b: cross_entropy(w, b).mean() ** 2, "not linear"),
+    "neighbours": (lambda w, b: (logits(w, b)[1:] - logits(w, b)[:-1]).sum(), "along the batch"),
+    "standard deviation": (lambda w, b: logits(w, b).std(), ""),
+    "sorted": (lambda w, b: (jnp.sort(logits(w, b), axis=0) * jnp.arange(b["x"].shape[0])[:, None]).sum(), ""),
+    "reversed": (lambda w, b: (logits(w, b) * logits(w, b)[::-1]).sum(), "along the batch"),
+    "balance": (lambda w, b: (jax.nn.softmax(logits(w, b)).mean(0) * (logits(w, b) > 0).mean(0)).sum(), ""),
+    "scan over examples": (lambda w, b: jax.lax.scan(lambda c, x: (jnp.tanh(c + x @ w), None), w[0], b["x"])[0].sum(), ""),
+}
+
+
+@pytest.mark.parametrize("name", SPLITTABLE)
+def test_losses_that_may_be_split(name):
+    loss, kind = SPLITTABLE[name]
+    graph = traced(loss)
+    assert graph.split_reason == ""
+    assert graph.reductions == (kind,)
+    whole, pieces = loss(W, BATCH), []
+    for i in range(4):
+        piece = jax.tree.map(lambda x, i=i: x[2 * i : 2 * i + 2], BATCH)
+        pieces.append(reference_gradients(graph.microbatch(4))(W, *jax.tree.leaves(piece))[0])
+    together = np.mean(pieces) if kind == "mean" else np.sum(pieces)
+    np.testing.assert_allclose(together, whole, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_losses_that_must_not_be_split(name):
+    loss, why = MIXING[name]
+    graph = traced(loss)
+    assert graph.split_reason
+    assert why in graph.split_reason
+    with pytest.raises(TraceError) as caught:
+        graph.microbatch(2)
+    assert caught.value.num_microbatches == 2
+
+
+def test_auxiliary_outputs():
+    def loss(w, b):
+        rows = cross_entropy(w, b)
+        correct = (logits(w, b).argmax(-1) == b["label"]).sum()
+        return rows.mean(), {"rows": rows, "correct": correct, "size": (w**2).sum()}
+
+    graph = traced(loss, has_aux=True)
+    kinds = {graph.values[r].shape: k for r, k in zip(graph.results, graph.reductions, strict=True) if graph.values[r].shape}
+    assert kinds == {(8,): "concat"}
+    assert sorted(graph.reductions) == ["concat", "mean", "same", "sum"]
+
+
+def test_batch_must_divide():
+    with pytest.raises(TraceError) as caught:
+        traced(SPLITTABLE["mean"][0]).microbatch(3)
+    assert (caught.value.batch_size, caught.value.num_microbatches) == (8, 3)
+
+
+def test_step_written_for_one_batch_size():
+    def loss(w, b):
+        return (jnp.ones((8, 3)) * logits(w, b)).mean()
+
+    graph = traced(loss)
+    assert "another batch size" in graph.split_reason
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_dropout_does_not_change_with_micro_batches(remat):
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            block = nn.remat(Block) if remat else Block
+            return nn.Dense(3)(block()(x))
+
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dropout(0.5, deterministic=False)(jnp.tanh(nn.Dense(6)(x)))
+
+    net, key = Net(), jax.random.key(7)
+    variables = net.init({"params": key, "dropout": key}, BATCH["x"])
+
+    def loss(v, b):
+        out = net.apply(v, b["x"], rngs={"dropout": key})
+        return optax.softmax_cross_entropy_with_integer_labels(out, b["label"]).mean()
+
+    def step(v, b):
+        value, grads = jax.value_and_grad(loss)(v, b)
+        return jax.tree.map(lambda a, g: a - g, v, grads), value
+
+    graph = trace(step, variables, BATCH)
+    assert graph.split_reason == ""
+    whole, grads = jax.value_and_grad(loss)(variables, BATCH)
+    micro = graph.microbatch(4)
+    losses, pieces = [], []
+    for i in range(4):
+        piece = jax.tree.map(lambda x, i=i: x[2 * i : 2 * i + 2], BATCH)
+        value, grad = reference_gradients(micro, index=i)(*jax.tree.leaves(variables), *jax.tree.leaves(piece))
+        losses.append(value)
+        pieces.append(grad)
+    np.testing.assert_allclose(np.mean(losses), whole, rtol=1e-6)
+    for got, expected in zip(map(sum, zip(*pieces, strict=True)), jax.tree.leaves(grads), strict=True):
+        np.testing.assert_allclose(got / 4, expected, rtol=1e-5, atol=1e-7)

@@ -1,0 +1,172 @@
+"""Cuts: equal blocks are equal layers, nothing is lost, and the layers together are the loss."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+
+from uniap_jax.core.reference import reference_gradients
+from uniap_jax.frontend import trace
+
+TOKENS = jnp.arange(64).reshape(8, 8) % 13
+
+
+class Block(nn.Module):
+    width: int = 16
+
+    @nn.compact
+    def __call__(self, x, memory=None, bias=0.0):
+        h = nn.LayerNorm()(x)
+        x = x + attention(self, h, h, bias)
+        if memory is not None:
+            x = x + attention(self, nn.LayerNorm()(x), memory, 0.0)
+        h = nn.Dense(4 * self.width)(nn.LayerNorm()(x))
+        return x + nn.Dense(self.width)(nn.gelu(h))
+
+
+def attention(module, x, memory, bias):
+    q, k, v = nn.Dense(module.width)(x), nn.Dense(module.width)(memory), nn.Dense(module.width)(memory)
+    return nn.Dense(module.width)(jax.nn.softmax(q @ k.swapaxes(-1, -2) + bias) @ v)
+
+
+class Decoder(nn.Module):
+    depth: int
+    tied: bool = True
+
+    @nn.compact
+    def __call__(self, tokens):
+        table = nn.Embed(13, 16)
+        x = table(tokens) + self.param("positions", nn.initializers.normal(), (8, 16))
+        for _ in range(self.depth):
+            x = Block()(x, bias=jnp.tril(jnp.ones((8, 8))) * 2.0)
+        x = nn.LayerNorm()(x)
+        return table.attend(x) if self.tied else nn.Dense(13)(x)
+
+
+class EncoderDecoder(nn.Module):
+    depth: int
+
+    @nn.compact
+    def __call__(self, tokens):
+        table = nn.Embed(13, 16)
+        memory, bias = table(tokens), nn.Dense(8)(jnp.eye(8))
+        for _ in range(self.depth):
+            memory = Block()(memory, bias=bias)
+        x = table(tokens[:, ::-1])
+        for _ in range(self.depth):
+            x = Block()(x, memory)
+        return table.attend(x)
+
+
+class UNet(nn.Module):
+    depth: int
+
+    @nn.compact
+    def __call__(self, tokens):
+        x, skips = nn.Embed(13, 16)(tokens), []
+        for _ in range(self.depth):
+            x = nn.gelu(nn.Dense(16)(x))
+            skips.append(x)
+        for skip in reversed(skips):
+            x = nn.gelu(nn.Dense(16)(jnp.concatenate([x, skip], -1)))
+        return nn.Dense(13)(x)
+
+
+class TwoTowers(nn.Module):
+    depth: int
+
+    @nn.compact
+    def __call__(self, tokens):
+        a, b = nn.Embed(13, 16)(tokens), nn.Embed(13, 16)(tokens[:, ::-1])
+        for _ in range(self.depth):
+            a, b = Block()(a), Block()(b)
+        return nn.Dense(13)(a * b)
+
+
+def traced(model):
+    variables = model.init(jax.random.key(0), TOKENS)
+
+    def loss_of(p, tokens):
+        return optax.softmax_cross_entropy_with_integer_labels(model.apply(p, tokens), tokens).mean()
+
+    def step(p, tokens):
+        loss, grads = jax.value_and_grad(loss_of)(p, tokens)
+        return jax.tree.map(lambda a, g: a - 0.1 * g, p, grads), loss
+
+    return trace(step, variables, TOKENS), variables, loss_of
+
+
+@pytest.mark.parametrize(
+    "model",
+    [Decoder(3), Decoder(2, tied=False), EncoderDecoder(3), UNet(4), TwoTowers(2)],
+    ids=["tied", "untied", "encoder-decoder", "u-net", "towers"],
+)
+def test_layers_are_the_loss(model):
+    graph, variables, loss_of = traced(model)
+    loss, grads = jax.jit(reference_gradients(graph))(*jax.tree.leaves(variables), TOKENS)
+    expected, expected_grads = jax.jit(jax.value_and_grad(loss_of))(variables, TOKENS)
+    np.testing.assert_allclose(loss, expected, rtol=1e-6)
+    for a, b in zip(grads, jax.tree.leaves(expected_grads), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+    assert {p for layer in graph.layers for p in layer.params} == set(range(len(graph.params)))
+    assert len(graph.layers) >= 4
+    written = [v for layer in graph.layers for v in layer.writes]
+    assert sorted(written) == list(range(len(graph.values))), "every value has one writer"
+    seen: set[int] = set()
+    for layer in graph.layers:
+        assert set(layer.reads) <= seen, "edges go forward"
+        seen |= set(layer.writes)
+
+
+@pytest.mark.parametrize("depth", [4, 9])
+def test_equal_blocks_are_equal_layers(depth):
+    graph, _, _ = traced(Decoder(depth))
+    groups = sorted(map(len, graph.unique.values()))
+    assert groups[-1] == depth
+    assert len(graph.unique) <= 4
+    blocks = max(graph.unique.values(), key=len)
+    assert [graph.layers[i].name for i in blocks] == [f"Decoder/Block_{i}" for i in range(depth)]
+
+
+def test_encoder_and_decoder_blocks_are_told_apart():
+    graph, _, _ = traced(EncoderDecoder(4))
+    groups = sorted(map(len, graph.unique.values()))
+    assert groups[-2:] == [4, 4]
+    memory_readers = [v for v in range(len(graph.values)) if sum(v in layer.reads for layer in graph.layers) == 4]
+    assert memory_readers, "the encoder's output is read by all decoder layers"
+
+
+def test_skips_are_edges():
+    graph, _, _ = traced(UNet(4))
+    assert any(v - u > 1 for u, v, _ in graph.edges)
+
+
+def test_shared_table_is_a_parameter_of_two_layers():
+    graph, _, _ = traced(Decoder(2))
+    table = next(i for i, p in enumerate(graph.params) if "embedding" in p.name)
+    assert len([layer for layer in graph.layers if table in layer.params]) == 2
+
+
+def test_work_is_linear_in_depth():
+    counts = []
+    for depth in (8, 16):
+        graph, _, _ = traced(Decoder(depth))
+        counts.append((len(graph.unique), sum(len(layer.jaxpr.eqns) for layer in graph.layers)))
+    assert counts[0][0] == counts[1][0]
+    assert counts[1][1] < 2.2 * counts[0][1]
+
+
+def test_batch_dimensions():
+    graph, _, _ = traced(Decoder(2))
+    assert {v.batch_dim for v in graph.values if v.shape} == {0}
+    assert graph.microbatch(4).values[0].shape == (2, *graph.values[0].shape[1:])
+
+
+def test_source_and_name_are_told():
+    graph, _, _ = traced(Decoder(2))
+    block = next(layer for layer in graph.layers if "Block_1" in layer.name)
+    assert block.source.startswith("test_cut.py:")

@@ -111,16 +111,16 @@ def _merged(use: Use, many: list[Dims]) -> Dims:
 def along_axis(use: Use) -> list[Dims]:
     """Scans and sorts along one axis stop it; the others flow."""
     params = use.eqn.params
-    stopped = {params[k] for k in ("axis", "dimension", "reduction_dimension") if k in params}
-    stopped = {a % len(use.ins[0]) for a in stopped}
+    axes = {params[k] % len(use.ins[0]) for k in ("axis", "dimension", "reduction_dimension") if k in params}
     whole = _merged(use, [d for d in use.ins if d])
     name = use.eqn.primitive.name
     outs = []
     for var in use.eqn.outvars:
         shape = shape_of(var)
-        for axis in stopped:
+        for axis in axes:
             use.stop(whole[axis], f"{name} runs along it")
-        outs.append(tuple(use.classes.new(n) if i in stopped else whole[i] for i, n in enumerate(shape)))
+        made = [stopped(use, n, f"{name} runs along it") if i in axes else whole[i] for i, n in enumerate(shape)]
+        outs.append(tuple(made))
     return outs
 
 
@@ -128,7 +128,7 @@ def top_k(use: Use) -> list[Dims]:
     """The last axis is ordered, which stops it."""
     dims, axis = use.ins[0], use.eqn.params.get("axis", -1) % len(use.ins[0])
     use.stop(dims[axis], "top_k runs along it")
-    k = use.classes.new(use.out_shape()[axis])
+    k = stopped(use, use.out_shape()[axis], "top_k makes it")
     return [tuple(k if i == axis else n for i, n in enumerate(dims)) for _ in use.eqn.outvars]
 
 
@@ -300,8 +300,7 @@ def concatenate(use: Use) -> list[Dims]:
     axis = use.eqn.params["dimension"]
     if len(use.ins) == 1:
         return [use.ins[0]]
-    whole = list(_merged(use, list(use.ins)))
     for dims in use.ins:
         use.stop(dims[axis], "concatenated with others")
-    whole[axis] = stopped(use, use.out_shape()[axis], "a concatenation of others")
-    return [tuple(whole)]
+    whole = _merged(use, [(*dims[:axis], None, *dims[axis + 1 :]) for dims in use.ins])
+    return [(*whole[:axis], stopped(use, use.out_shape()[axis], "a concatenation of others"), *whole[axis + 1 :])]

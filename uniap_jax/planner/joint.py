@@ -1,0 +1,209 @@
+"""Engines that hand the whole candidate to a MIP solver: hybrid (default where edges skip layers), miqp, literal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+
+from uniap_jax.core.costs import Assignment, CostTables, evaluate
+from uniap_jax.planner.bounds import potentials
+from uniap_jax.planner.chain import chain_of, has_spine
+from uniap_jax.planner.clock import Clock
+from uniap_jax.planner.columns import grow_columns
+from uniap_jax.planner.infeasible import least_memory
+from uniap_jax.planner.interval import ChainRefinement
+from uniap_jax.planner.literal import LiteralModel
+from uniap_jax.planner.mcmc import polish
+from uniap_jax.planner.mip_model import MipAnswer, MipModel, solve_mip
+from uniap_jax.planner.miqp import add_intervals, joint_model, live_nodes
+
+AGREE = 1e-6
+"""Relative difference between the solver's objective and the referee's price that is still rounding."""
+
+MEMORY_MARGIN = 2e-6
+"""Capacity given up when the solver overfilled a stage within its tolerance."""
+
+MAX_INTERVAL_LABELS = 60_000
+
+Reader = Callable[[tuple[float, ...]], Assignment | None]
+Builder = Callable[[CostTables, float], tuple[MipModel, Reader]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judged:
+    """A solver's answer after the referee.
+
+    Attributes:
+        plan: possible, or None.
+        lower: bound in seconds that may be believed.
+        proved: nothing below the asked limit is left.
+        note: what went wrong, "" where nothing did.
+    """
+
+    plan: Assignment | None
+    lower: float
+    proved: bool
+    note: str = ""
+
+
+def judge(tables: CostTables, model: MipModel, answer: MipAnswer, read: Reader, *, upper: float) -> Judged:
+    """Checks a solver's answer: the plan is re-priced, and a claim that contradicts the price is dropped."""
+    bound = max(answer.bound * 1e-3, 0.0) if math.isfinite(answer.bound) else 0.0
+    if answer.status == "failed":
+        return Judged(plan=None, lower=0.0, proved=False, note=f"CBC was of no help: {answer.reason}")
+    if answer.status == "infeasible":
+        return Judged(plan=None, lower=upper, proved=True)
+    if answer.values is None:
+        return Judged(plan=None, lower=bound, proved=False)
+    plan = read(answer.values)
+    if plan is None:
+        return Judged(plan=None, lower=0.0, proved=False, note="CBC answered with something that is not an assignment")
+    price = evaluate(tables, plan)
+    if not price.feasible:
+        return Judged(plan=None, lower=bound, proved=False, note=f"CBC's plan is impossible: {price.violations[0]}")
+    claimed = model.cost_of(answer.values) * 1e-3
+    honest = price.step_time_s <= claimed * (1 + AGREE) + 1e-12 and bound <= price.step_time_s * (1 + AGREE) + 1e-12
+    if not honest:
+        note = f"CBC claimed {claimed * 1e3:.6g} ms for a plan of {price.step_time_s * 1e3:.6g} ms; its bound is not used"
+        return Judged(plan=plan, lower=0.0, proved=False, note=note)
+    proved = answer.status == "optimal" and bound >= claimed * (1 - 10 * AGREE)
+    return Judged(plan=plan, lower=min(bound, price.step_time_s), proved=proved)
+
+
+def _literal(tables: CostTables, upper: float) -> tuple[MipModel, Reader]:
+    literal = LiteralModel(tables)
+    return literal.model, literal.assignment
+
+
+def _joint(tables: CostTables, upper: float) -> tuple[MipModel, Reader]:
+    joint = joint_model(tables, live=live_nodes(tables), upper=upper)
+    return joint.model, joint.assignment
+
+
+def _solve(tables: CostTables, build: Builder, *, upper: float, clock: Clock) -> Judged:
+    model, read = build(tables, upper)
+    judged = judge(tables, model, solve_mip(model, time_limit_s=clock.left()), read, upper=upper)
+    if judged.plan is None and judged.note.startswith("CBC's plan is impossible"):
+        tight = replace(tables, capacity_bytes=tables.capacity_bytes * (1 - MEMORY_MARGIN))
+        model, read = build(tight, upper)
+        again = judge(tables, model, solve_mip(model, time_limit_s=clock.left()), read, upper=upper)
+        return replace(again, proved=False, lower=judged.lower, note=again.note or judged.note)
+    return judged
+
+
+@dataclass(slots=True, eq=False)
+class MipRefinement:
+    """One candidate by one MIP.
+
+    Attributes:
+        tables: of the candidate.
+        build: the formulation.
+        lower: proved bound in seconds.
+        plan: best assignment so far, or None.
+        done: no plan below the last `upper` is left.
+        stuck: the solver gave up.
+        notes: what the solver did wrong.
+    """
+
+    tables: CostTables
+    build: Builder
+    lower: float = -math.inf
+    plan: Assignment | None = None
+    done: bool = False
+    stuck: bool = False
+    notes: list[str] = field(default_factory=list)
+
+    def step(self, *, upper: float, clock: Clock) -> None:
+        """Solves the MIP in the time left."""
+        if has_spine(self.tables) and not least_memory(self.tables).fits:
+            self.lower, self.done = math.inf, True
+            return
+        judged = _solve(self.tables, self.build, upper=upper, clock=clock)
+        _take(self, judged, upper)
+
+
+def _take(work: MipRefinement | HybridRefinement, judged: Judged, upper: float) -> None:
+    if judged.note:
+        work.notes.append(judged.note)
+    if judged.plan is not None:
+        work.plan = judged.plan
+    work.lower = max(work.lower, judged.lower)
+    if judged.proved:
+        work.done = True
+        if judged.plan is None:
+            # nothing at or below the limit: everything of this candidate is dearer
+            work.lower = max(work.lower, upper)
+    else:
+        work.stuck = True
+
+
+def literal(tables: CostTables) -> MipRefinement:
+    """F1, for reference."""
+    return MipRefinement(tables, _literal)
+
+
+def miqp(tables: CostTables) -> MipRefinement:
+    """F2, for any DAG."""
+    return MipRefinement(tables, _joint)
+
+
+@dataclass(slots=True, eq=False)
+class HybridRefinement:
+    """One candidate with edges that skip layers: first its chain, which bounds it from below, then F4.
+
+    Attributes as in `MipRefinement`.
+    """
+
+    tables: CostTables
+    lower: float = -math.inf
+    plan: Assignment | None = None
+    done: bool = False
+    stuck: bool = False
+    notes: list[str] = field(default_factory=list)
+    _chain: ChainRefinement | None = None
+
+    def step(self, *, upper: float, clock: Clock) -> None:
+        """Refines the chain; when that is solved, solves the MIP over what is left."""
+        if not has_spine(self.tables):
+            _take(self, _solve(self.tables, _joint, upper=self._known(upper), clock=clock), upper)
+            return
+        if self._chain is None:
+            self._chain = ChainRefinement(self.tables)
+        if self._chain.done or self._chain.stuck:
+            _take(self, _solve(self.tables, self._hybrid, upper=self._known(upper), clock=clock), upper)
+            return
+        before = self._chain.plan
+        self._chain.step(upper=upper, clock=clock)
+        self.lower = max(self.lower, self._chain.lower)
+        if self._chain.plan is not None and self._chain.plan is not before:
+            self._offer(polish(self.tables, self._chain.plan))
+        best = math.inf if self.plan is None else evaluate(self.tables, self.plan).step_time_s
+        self.done = self.lower >= min(upper, best * (1 - 1e-9))
+
+    def _known(self, upper: float) -> float:
+        """The limit, or the own plan's price where that is lower: the MIP has to find that plan or a better one."""
+        return upper if self.plan is None else min(upper, evaluate(self.tables, self.plan).step_time_s)
+
+    def _offer(self, plan: Assignment) -> None:
+        price = evaluate(self.tables, plan)
+        if price.feasible and (self.plan is None or price.step_time_s < evaluate(self.tables, self.plan).step_time_s):
+            self.plan = plan
+
+    def _hybrid(self, tables: CostTables, upper: float) -> tuple[MipModel, Reader]:
+        """F4 over the places and intervals that the chain's potentials leave below the limit."""
+        assert self._chain is not None
+        chain, prices = chain_of(tables), self._chain.prices
+        potential = potentials(chain, prices)
+        joint = joint_model(tables, live=live_nodes(tables) & (potential.through <= upper), upper=upper)
+        if tables.candidate.num_stages > 1:
+            columns = grow_columns(chain, potential, upper=upper, max_labels=MAX_INTERVAL_LABELS)
+            if columns.complete:
+                add_intervals(joint, tables, columns)
+        return joint.model, joint.assignment
+
+
+def solver_notes(works: Iterable[object]) -> tuple[str, ...]:
+    """What solvers did wrong, each once."""
+    found = [note for work in works if isinstance(work, MipRefinement | HybridRefinement) for note in work.notes]
+    return tuple(dict.fromkeys(found))

@@ -76,7 +76,7 @@ def _version() -> str:
         return "unknown (runs from a source tree, not installed)"
 
 
-def _common() -> argparse.ArgumentParser:
+def _common() -> _Parser:
     common = _Parser(add_help=False)
     common.add_argument("--json", action="store_true", help="print one JSON object on stdout and nothing else")
     common.add_argument("--verbose", "-v", action="store_true", help="log what is done, on stderr")
@@ -86,7 +86,7 @@ def _common() -> argparse.ArgumentParser:
     return common
 
 
-def _step() -> argparse.ArgumentParser:
+def _step() -> _Parser:
     step = _Parser(add_help=False)
     step.add_argument(
         "--step",
@@ -97,7 +97,7 @@ def _step() -> argparse.ArgumentParser:
     return step
 
 
-def _profiling() -> argparse.ArgumentParser:
+def _profiling() -> _Parser:
     group = _Parser(add_help=False)
     group.add_argument(
         "--source",
@@ -111,7 +111,7 @@ def _profiling() -> argparse.ArgumentParser:
     return group
 
 
-def _pinning() -> argparse.ArgumentParser:
+def _pinning() -> _Parser:
     group = _Parser(add_help=False)
     group.add_argument("--stages", type=_count_or_auto, default="auto", metavar="P", help="number of pipeline stages")
     group.add_argument(
@@ -127,7 +127,7 @@ def _pinning() -> argparse.ArgumentParser:
     return group
 
 
-def _solving() -> argparse.ArgumentParser:
+def _solving() -> _Parser:
     group = _Parser(add_help=False)
     group.add_argument("--memory-limit", default="90%", metavar="SIZE", help="per device: 90%%, 6GiB or bytes")
     group.add_argument(
@@ -136,7 +136,7 @@ def _solving() -> argparse.ArgumentParser:
     return group
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> _Parser:
     """The parser of `uniap-jax`."""
     common, step, profiling, pinning, solving = _common(), _step(), _profiling(), _pinning(), _solving()
     parser = _Parser(
@@ -147,7 +147,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="store_true", help="print the version")
     verbs = parser.add_subparsers(title="verbs", metavar="VERB")
 
-    def add(name: str, parents: Sequence[argparse.ArgumentParser], text: str) -> argparse.ArgumentParser:
+    def add(name: str, parents: Sequence[_Parser], text: str) -> _Parser:
         verb = verbs.add_parser(name, parents=[common, *parents], help=text, description=f"{text}.", epilog=EXIT_CODES)
         verb.set_defaults(verb=_verb(name))
         return verb

@@ -12,7 +12,7 @@ import jax
 
 import uniap_jax as uniap
 from uniap_jax.cli.output import CHECK_FAILED, OK, Output, UsageError, say
-from uniap_jax.cli.progress import progress_bar
+from uniap_jax.cli.progress import profiling_bar, search_bar
 from uniap_jax.cli.steps import load_build
 from uniap_jax.core.cluster import Cluster, local_cluster
 from uniap_jax.core.errors import OptionError
@@ -204,7 +204,7 @@ def demo(options: Namespace, output: Output) -> int:
     """Plans, trains and checks a small GPT."""
     from uniap_jax.demo import run_demo
 
-    with progress_bar("profiling") as progress:
+    with profiling_bar() as progress:
         facts = run_demo(
             steps=options.steps,
             tell=output.text,
@@ -233,7 +233,7 @@ def _profile(options: Namespace, graph: LayerGraph, cluster: Cluster) -> Profile
             "--topology names devices that are not here, so nothing can be measured; use --source described"
         )
     budget_s = options.budget or MEASURING_BUDGET_S
-    with progress_bar("profiling") as progress:
+    with profiling_bar() as progress:
         return uniap.profile(
             graph, cluster, source=source, budget_s=budget_s, cache_dir=options.cache_dir, progress=progress
         )
@@ -250,7 +250,7 @@ def _pins(options: Namespace) -> dict[str, Any]:
 
 def _plan(options: Namespace, graph: LayerGraph, cluster: Cluster) -> Plan:
     costs = uniap.estimate(graph, cluster, _profile(options, graph, cluster))
-    with progress_bar("searching") as progress:
+    with search_bar() as progress:
         return uniap.solve(costs, time_limit_s=options.time_limit, progress=progress, **_pins(options))
 
 

@@ -29,6 +29,7 @@ __all__ = [
     "estimate",
     "load",
     "local_cluster",
+    "mark_layer",
     "parallelize",
     "profile",
     "save",
@@ -40,6 +41,7 @@ __all__ = [
 log = logging.getLogger("uniap_jax")
 
 trace = frontend.trace
+mark_layer = frontend.mark_layer
 solve = planner.solve
 
 

@@ -10,7 +10,7 @@ import pytest
 from flax import linen as nn
 
 from uniap_jax.core.reference import reference_gradients
-from uniap_jax.frontend import trace
+from uniap_jax.frontend import mark_layer, trace
 
 TOKENS = jnp.arange(64).reshape(8, 8) % 13
 
@@ -170,3 +170,40 @@ def test_source_and_name_are_told():
     graph, _, _ = traced(Decoder(2))
     block = next(layer for layer in graph.layers if "Block_1" in layer.name)
     assert block.source.startswith("test_cut.py:")
+
+
+def test_marks_override_and_name():
+    def loss_of(p, x):
+        for i in range(4):
+            x = jnp.tanh(x @ p[i])
+            if i % 2:
+                x = mark_layer(x, f"pair {i // 2}")
+        return (x**2).mean()
+
+    def step(p, x):
+        loss, grads = jax.value_and_grad(loss_of)(p, x)
+        return [a - g for a, g in zip(p, grads, strict=True)], loss
+
+    weights = [jnp.eye(4) * (i + 1) for i in range(4)]
+    graph = trace(step, weights, jnp.ones((8, 4)))
+    assert [layer.name for layer in graph.layers[:2]] == ["pair 0", "pair 1"]
+    assert [len(layer.params) for layer in graph.layers] == [2, 2, 0]
+    loss, _ = reference_gradients(graph)(*weights, jnp.ones((8, 4)))
+    np.testing.assert_allclose(loss, loss_of(weights, jnp.ones((8, 4))), rtol=1e-6)
+
+
+def test_scan_is_one_layer_and_checkpoint_is_kept():
+    def loss_of(p, x):
+        x, _ = jax.lax.scan(lambda c, w: (jnp.tanh(c @ w), None), x, p["stack"])
+        return (jax.checkpoint(lambda h: jnp.sin(h @ p["out"]))(x) ** 2).mean()
+
+    def step(p, x):
+        loss, grads = jax.value_and_grad(loss_of)(p, x)
+        return jax.tree.map(lambda a, g: a - g, p, grads), loss
+
+    p = {"stack": jnp.ones((3, 4, 4)), "out": jnp.ones((4, 4))}
+    graph = trace(step, p, jnp.ones((8, 4)))
+    names = {e.primitive.name for layer in graph.layers for e in layer.jaxpr.eqns}
+    assert "scan" in names
+    assert names & {"remat2", "checkpoint"}
+    assert graph.split_reason == ""

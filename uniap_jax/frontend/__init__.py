@@ -17,12 +17,12 @@ from uniap_jax.core.jax_compat import Literal, Var
 from uniap_jax.frontend.arguments import Arguments
 from uniap_jax.frontend.batching import CONST, FACTOR, Kind, classify, grown_dims
 from uniap_jax.frontend.capture import capture
-from uniap_jax.frontend.cut import cut_points, weigh
+from uniap_jax.frontend.cut import cut_points, mark_layer, marked_places, weigh
 from uniap_jax.frontend.layers import Cut, build_layers
 from uniap_jax.frontend.rng import CannotSlice, slice_random_bits
 from uniap_jax.frontend.split import LossTape, SplitStep, split_step
 
-__all__ = ["trace"]
+__all__ = ["mark_layer", "trace"]
 
 REDUCTIONS = {"mean": "mean", "sum": "sum", "rows": "concat", "const": "same"}
 
@@ -87,7 +87,9 @@ class _Tracer:
         work = weigh(self.whole.loss)
         if not work.order:
             raise TraceError("the loss does not depend on the parameters it is differentiated by")
-        self.order, self.starts = work.order, (0, *cut_points(work))
+        marks = marked_places(self.whole.loss, work.order)
+        self.order, self.starts = work.order, (0, *cut_points(work, tuple(marks)))
+        self.marks = tuple(marks.get(end, "") for end in (*self.starts[1:], len(self.order)))
         self.batching = self._batching()
         self._cache: dict[int, LayerGraph] = {}
         self._lock = threading.Lock()
@@ -135,7 +137,7 @@ class _Tracer:
 
     def graph(self) -> LayerGraph:
         """The graph of the whole batch."""
-        cut = build_layers(self.whole.loss, self.order, self.starts, self.index)
+        cut = build_layers(self.whole.loss, self.order, self.starts, self.index, names=self.marks)
         reductions = tuple(
             REDUCTIONS.get(self._kind(a, self.batching.kinds).name, "same") for a in self.whole.loss.results
         )

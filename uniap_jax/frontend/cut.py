@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 
 from uniap_jax.core.jax_compat import Var
 from uniap_jax.core.jaxprs import eqn_flops, eqn_text, variables
@@ -97,6 +99,36 @@ def weigh(loss: LossTape) -> Work:
     )
 
 
+MARK = "uniap_layer:"
+
+
+def mark_layer(x: Any, name: str) -> Any:
+    """Ends a layer here; where a loss has marks it is cut at them and nowhere else. The value is unchanged.
+
+    Args:
+        x: array or pytree of arrays that the next layer reads.
+        name: of the layer that ends.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> mark_layer(jnp.ones(3), "encoder").shape
+        (3,)
+    """
+    return jax.tree.map(lambda leaf: checkpoint_name(leaf, MARK + name), x)
+
+
+def _mark(eqn: Any) -> str | None:
+    """Name of the layer that ends with this equation, or None."""
+    name = str(eqn.params.get("name", "")) if eqn.primitive.name == "name" else ""
+    return name.removeprefix(MARK) if name.startswith(MARK) else None
+
+
+def marked_places(loss: LossTape, order: Sequence[int]) -> dict[int, str]:
+    """Places that follow a mark, with the name of the layer that ends there."""
+    marks = {place + 1: _mark(loss.eqns[i]) for place, i in enumerate(order)}
+    return {p: m for p, m in marks.items() if m is not None and (p == len(order) or marks.get(p + 1) != m)}
+
+
 def cut_points(work: Work, marks: Sequence[int] = ()) -> tuple[int, ...]:
     """Places in `work.order` where a new layer starts (0 left out), in order.
 
@@ -130,16 +162,32 @@ def _pieces(work: Work, ids: np.ndarray, low: int, high: int) -> list[_Piece]:
     """Pieces of [low, high): the heaviest run of equal neighbours is one piece each, the rest is gathered."""
     if low >= high:
         return []
-    run = _best_run(work, ids, low, high)
+    level = _level(work, low, high)
+    run = _best_run(work, ids, low, high, level)
     if run is None:
-        return [_Piece(p, False) for p in _gather(work, low, high)]
+        return [_Piece(p, False) for p in _gather(work, low, high, level)]
     start, period, count = run
     inside = [_Piece(start + i * period, True) for i in range(count)]
     return [*_pieces(work, ids, low, start), *inside, *_pieces(work, ids, start + period * count, high)]
 
 
-def _best_run(work: Work, ids: np.ndarray, low: int, high: int) -> tuple[int, int, int] | None:
-    """The heaviest run of equal neighbours: (start, equations in one, how many); of equals the shortest period."""
+def _level(work: Work, low: int, high: int) -> int:
+    """Smallest width whose places leave no region of [low, high) above MAX_REGION of the work."""
+    total = work.weight.sum()
+    for width in range(1, MAX_WIDTH):
+        places = low + 1 + np.flatnonzero(work.width[low + 1 : high] <= width)
+        edges = [low, *places, high]
+        sums = [work.weight[a:b].sum() for a, b in zip(edges, edges[1:], strict=False)]
+        if max(sums) <= MAX_REGION * total:
+            return width
+    return MAX_WIDTH
+
+
+def _best_run(work: Work, ids: np.ndarray, low: int, high: int, level: int) -> tuple[int, int, int] | None:
+    """The heaviest run of equal neighbours: (start, equations in one, how many); of equals the shortest period.
+
+    Only places no wider than `level` start a layer: three equal projections of one input are not three layers.
+    """
     sums = np.concatenate([[0.0], np.cumsum(work.weight)])
     least = MIN_RUN * sums[-1]
     best: tuple[float, int, int, int] | None = None
@@ -152,6 +200,8 @@ def _best_run(work: Work, ids: np.ndarray, low: int, high: int) -> tuple[int, in
             if count < 2 or sums[low + offset + length + period] - sums[low + offset] <= least:
                 continue
             start = low + offset + _rotation(work, low + offset, length - (count - 1) * period, period, count)
+            if work.width[start + period * np.arange(1, count)].max() > level:
+                continue
             share = float(sums[start + period * count] - sums[start])
             if share > least and (best is None or share > best[0] * 1.02):
                 best = (share, start, period, count)
@@ -190,14 +240,13 @@ def _refine(work: Work, low: int, high: int, width: int) -> list[int]:
     return sorted(found)
 
 
-def _gather(work: Work, low: int, high: int) -> list[int]:
-    """Gathers what lies between narrow places into pieces of about PIECE of the work."""
+def _gather(work: Work, low: int, high: int, level: int) -> list[int]:
+    """Gathers what lies between places no wider than `level` into pieces of about PIECE of the work."""
     atoms = [low, *_refine(work, low, high, 1), high]
     total, starts, held = work.weight.sum(), [low], 0.0
-    narrowest = work.width[atoms[1:-1]].min() if len(atoms) > 2 else 0
     for a, b in zip(atoms, atoms[1:], strict=False):
         share = work.weight[a:b].sum() / total
-        if a > low and work.width[a] <= narrowest + 1 and held >= MIN_SHARE and held + share > PIECE:
+        if a > low and work.width[a] <= level and held >= MIN_SHARE and held + share > PIECE:
             starts.append(a)
             held = 0.0
         held += share

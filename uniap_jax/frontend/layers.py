@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from uniap_jax.core.graph import Layer
@@ -29,7 +29,9 @@ class Cut:
     results: tuple[int, ...]
 
 
-def build_layers(loss: LossTape, order: Sequence[int], starts: Sequence[int], index: Var) -> Cut:
+def build_layers(
+    loss: LossTape, order: Sequence[int], starts: Sequence[int], index: Var, *, names: Sequence[str] = ()
+) -> Cut:
     """Builds the layers that start at `starts` (places in `order`).
 
     What depends on the batch alone is repeated in every layer that reads it. Results that depend on no parameter
@@ -40,6 +42,7 @@ def build_layers(loss: LossTape, order: Sequence[int], starts: Sequence[int], in
         order: indices of the equations that run once, in order.
         starts: places in `order` where layers start, 0 included.
         index: variable of the micro-batch's index.
+        names: of the layers, "" where the name is to be found.
     """
     once = dependent(loss)
     helpers = {v: i for i, e in enumerate(loss.eqns) for v in e.outvars if v not in once}
@@ -62,8 +65,9 @@ def build_layers(loss: LossTape, order: Sequence[int], starts: Sequence[int], in
         results.append(values[key])
     numbers = _Numbers(loss, index, values)
     layers = [_layer(loss, helpers, s, seg, writes[s], numbers) for s, seg in enumerate(segments)]
-    names = unique_names([layer.name for layer in layers])
-    named = tuple(_renamed(layer, name) for layer, name in zip(layers, names, strict=True))
+    given = names or [""] * len(layers)
+    told = unique_names([name or layer.name for layer, name in zip(layers, given, strict=True)])
+    named = tuple(replace(layer, name=name) for layer, name in zip(layers, told, strict=True))
     return Cut(layers=named, values=tuple(numbers.atoms(loss)), results=tuple(results))
 
 
@@ -131,9 +135,3 @@ def _helpers(loss: LossTape, helpers: dict[Var, int], wanted: Sequence[Var]) -> 
             found.add(i)
             pending.extend(variables(loss.eqns[i].invars))
     return found
-
-
-def _renamed(layer: Layer, name: str) -> Layer:
-    from dataclasses import replace
-
-    return replace(layer, name=name)

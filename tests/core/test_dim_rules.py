@@ -40,7 +40,7 @@ def reasons(f, *args):
     }
 
 
-def reversed_pair(pair):
+def swapped(pair):
     return pair[1], pair[0]
 
 
@@ -72,7 +72,7 @@ TOGETHER = [
     ("repeat", lambda a, b: jnp.repeat(a, 2, axis=0) + b, [(4, 3), (8, 3)], [{(0, 0), (1, 0)}, {(0, 1), (1, 1)}]),
     ("calls", lambda a, b: jax.checkpoint(jax.jit(jax.nn.relu))(a) + b, [(4,), (4,)], [{(0, 0), (1, 0)}]),
     ("cond", lambda a, b: lax.cond(True, lambda a, b: a, lambda a, b: b, a, b), [(4,), (4,)], [{(0, 0), (1, 0)}]),
-    ("while", lambda a, b: lax.while_loop(lambda c: c[0][0] < 9, reversed_pair, (a, b)), [(4,), (4,)], [{(0, 0), (1, 0)}]),
+    ("while", lambda a, b: lax.while_loop(lambda c: c[0][0] < 9, swapped, (a, b)), [(4,), (4,)], [{(0, 0), (1, 0)}]),
     ("scan carry", lambda a, b: lax.scan(lambda c, x: (c + x, c), a, b)[0], [(4,), (5, 4)], [{(0, 0), (1, 1)}]),
 ]  # fmt: skip
 
@@ -185,7 +185,7 @@ MOVES = (
     lambda x: x.T,
     lambda x: x.swapaxes(0, -1),
     lambda x: x.reshape(x.shape[0], -1),
-    lambda x: x.reshape(4, -1, *x.shape[1:]),
+    lambda x: x.reshape(2, -1, *x.shape[1:]) if x.shape[0] % 2 == 0 else x,
     lambda x: x[None],
     lambda x: jnp.broadcast_to(x, (4, *x.shape)),
     lambda x: jnp.concatenate([x, x], -1),
@@ -196,7 +196,7 @@ MOVES = (
     lambda x: jnp.cumsum(x, -1),
     lambda x: lax.map(jnp.cos, x),
     lambda x: jnp.repeat(x, 2, 0),
-    lambda x: x[jnp.arange(x.shape[0])[:2]],
+    lambda x: x[np.asarray([2, 0])] if x.shape[0] > 2 else x,
     lambda x: jnp.einsum("i...,...->i...", x, x[0]),
 )
 
@@ -214,7 +214,7 @@ def build(ops):
     return f
 
 
-@settings(max_examples=25, deadline=None, derandomize=True, database=None)
+@settings(max_examples=12, deadline=None, derandomize=True, database=None)
 @given(ops=st.lists(st.integers(0, 15), min_size=2, max_size=6))
 def test_a_class_shards_alone_without_moving_anything(ops):
     """Sharding one free class inserts no collective; one that is summed over only reductions."""

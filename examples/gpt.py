@@ -4,7 +4,7 @@
     python examples/gpt.py --text book.txt --steps 200
     uniap-jax plan --devices 8 --step examples/gpt.py:build
 
-The model and the train step are ordinary flax and optax; the one line that knows of plans is marked.
+The model and the train step are ordinary flax and optax; the one line that knows of plans is in `main`.
 """
 
 from __future__ import annotations
@@ -99,12 +99,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--described", action="store_true", help="price layers by described rates instead of a clock")
     options = parser.parse_args()
 
     data = batches(options.text.read_text() if options.text else DEFAULT_TEXT)
     state, batch = create_state(options.layers, options.width, 4), next(data)
 
-    step = uniap.parallelize(train_step)  # instead of jax.jit(train_step)
+    # The one line that knows of plans; it stands where jax.jit(train_step) stood.
+    step = uniap.parallelize(train_step, source="described" if options.described else "measured")
 
     state = step.place(state, batch)
     for number in range(options.steps):

@@ -31,6 +31,7 @@ def run_demo(
     *,
     size: Size = FULL,
     steps: int,
+    source: str = "measured",
     tell: Callable[[str], None],
     show_plan: Callable[[Plan], None],
     progress: Callable[[int, int, str], None] | None = None,
@@ -40,6 +41,7 @@ def run_demo(
     Args:
         size: of the model.
         steps: training steps.
+        source: "measured" puts a clock to the layers, "described" goes by rates.
         tell: receives a line for people.
         show_plan: receives the plan.
         progress: of profiling.
@@ -56,7 +58,7 @@ def run_demo(
         f"a GPT with {count / 1e6:.1f} million parameters, batch {size.batch} × {size.sequence}, {len(devices)} devices"
     )
 
-    plan, planned = _make_plan(state, batches[0], devices, progress)
+    plan, planned = _make_plan(state, batches[0], devices, source, progress)
     show_plan(plan)
     tell(f"profiled and planned in {format_seconds(time.perf_counter() - started)}")
 
@@ -88,11 +90,15 @@ def _fresh(size: Size) -> Any:
 
 
 def _make_plan(
-    state: Any, batch: Any, devices: Sequence[jax.Device], progress: Callable[[int, int, str], None] | None
+    state: Any,
+    batch: Any,
+    devices: Sequence[jax.Device],
+    source: str,
+    progress: Callable[[int, int, str], None] | None,
 ) -> tuple[Plan, Any]:
     graph = api.trace(train_step, state, batch)
     cluster = local_cluster(devices)
-    profile = api.profile(graph, cluster, budget_s=PROFILE_BUDGET_S, progress=progress)
+    profile = api.profile(graph, cluster, source=source, budget_s=PROFILE_BUDGET_S, progress=progress)
     plan = api.solve(api.estimate(graph, cluster, profile), time_limit_s=SEARCH_LIMIT_S)
     return plan, api.compile_plan(graph, plan, cluster)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
+import tempfile
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -11,9 +13,14 @@ from typing import Any
 
 import jax
 
+from uniap_jax.core.cluster import host_memory_bytes, usable_cores
+from uniap_jax.core.errors import UniapError
+from uniap_jax.planner import solve_file
+
 PACKAGES = ("uniap-jax", "jax", "jaxlib", "numpy", "scipy", "mip", "flax", "optax", "chex", "rich", "msgspec")
 EXTRAS = {"tpu": "libtpu", "cuda": "jax-cuda13-plugin", "docs": "sphinx", "test": "pytest", "report": "tensorboardX"}
 FEWEST_THREADS_PER_DEVICE = 8
+SOLVER_LIMIT_S = 20.0
 
 
 def installed(package: str) -> str | None:
@@ -38,14 +45,27 @@ def describe_device(device: jax.Device) -> dict[str, Any]:
 
 def cpu_threads() -> dict[str, Any]:
     """Cores this process may use, and the size of the CPU client's thread pool."""
-    cores = len(os.sched_getaffinity(0))
+    cores = usable_cores()
     asked = os.environ.get("NPROC", "")
     return {"cores": cores, "pool": int(asked) if asked.isdigit() else cores, "NPROC": asked or None}
 
 
-def host_memory_bytes() -> int:
-    """Bytes of memory of this host."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+def try_solver() -> dict[str, Any]:
+    """Solves a problem of two layers and two stages, so that a solver that cannot start is seen here."""
+    tables = {
+        **{"layers": 2, "stages": 2, "micro_batches": 1, "strategies": 1},
+        **{"time": [[[1.0], [1.0]], [[1.0], [1.0]]], "iteration_time": [[0.0], [0.0]]},
+        **{"memory": [[[1.0], [1.0]], [[1.0], [1.0]]], "capacity": [1.0, 1.0], "allowed": [[True], [True]]},
+        **{"edges": [[0, 1]], "reshard": [[[0.0]]], "cross_stage": [[[0.0]]], "relay": [[0.0]]},
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "tables.json"
+        path.write_text(json.dumps(tables))
+        try:
+            found = solve_file(path, time_limit_s=SOLVER_LIMIT_S)
+        except UniapError as error:
+            return {"status": "broken", "message": str(error)}
+    return {"status": found["status"], "seconds": found["seconds"]}
 
 
 def folder_bytes(folder: Path) -> int:
@@ -67,8 +87,9 @@ def find_problems(facts: Mapping[str, Any]) -> tuple[str, ...]:
             f"The CPU client has {threads['pool']} threads for {len(devices)} devices and can wait for itself for "
             f"good; set NPROC={max(64, needed)} in the environment before Python starts."
         )
-    if facts["packages"]["mip"] is None:
-        found.append("python-mip is not installed, so nothing can be solved; pip install mip.")
+    if facts["solver"]["status"] != "optimal":
+        told = facts["solver"].get("message", facts["solver"]["status"])
+        found.append(f"The solver did not solve a problem of two layers: {told} Reinstall it with pip install mip.")
     return tuple(found)
 
 
@@ -87,6 +108,7 @@ def examine(*, cache_dir: Path) -> dict[str, Any]:
         "process": {"index": jax.process_index(), "count": jax.process_count(), "local": len(jax.local_devices())},
         "threads": cpu_threads(),
         "host_memory_bytes": host_memory_bytes(),
+        "solver": try_solver(),
         "cache": {"path": str(cache_dir), "bytes": folder_bytes(cache_dir)},
     }
     return {**facts, "problems": list(find_problems(facts)), "ok": True}

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 import uniap_jax as uniap
-from uniap_jax.cli.output import CHECK_FAILED, OK, Output, UsageError, say
+from uniap_jax.cli.output import CHECK_FAILED, NO_PLAN_IN_TIME, NOTHING_FITS, OK, Output, UsageError, say
 from uniap_jax.cli.progress import profiling_bar, search_bar
 from uniap_jax.cli.steps import load_build
 from uniap_jax.core.cluster import Cluster, local_cluster
@@ -163,8 +163,9 @@ def solve(options: Namespace, output: Output) -> int:
         found = solve_file(path, engine=options.engine, time_limit_s=options.time_limit)
     except OptionError as error:
         raise UsageError(str(error), **error.fields) from None
-    output.show({"ok": True, **found}, lambda stream: print_facts(found, stream))
-    return OK
+    code = {"infeasible": NOTHING_FITS, "no_plan_in_time": NO_PLAN_IN_TIME}.get(found["status"], OK)
+    output.show({"ok": code == OK, **found}, lambda stream: print_facts(found, stream))
+    return code
 
 
 def run(options: Namespace, output: Output) -> int:

@@ -13,23 +13,30 @@ from uniap_jax.report.table import make_console, make_table
 
 
 def fact_rows(facts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """(path, value) of nested facts, lists of plain values in one row, lists of mappings counted by equal ones."""
+    """(path, value) of nested facts; of a list of mappings, those that differ in nothing but `id` share a row."""
     for key, value in facts.items():
         name = f"{prefix}{key}"
         if isinstance(value, Mapping):
             yield from fact_rows(value, f"{name}.")
         elif isinstance(value, list | tuple) and value and all(isinstance(v, Mapping) for v in value):
-            for position, item in enumerate(value):
-                yield f"{name}[{position}]", ", ".join(f"{k} {_told(k, v)}" for k, v in item.items() if v is not None)
+            yield from ((name, f"{count} × {told}") for told, count in _counted(value).items())
         elif isinstance(value, list | tuple):
-            yield name, "; ".join(str(v) for v in value) or "none"
+            yield from ((name, str(v)) for v in value or ("none",))
         else:
             yield name, _told(key, value)
 
 
+def _counted(items: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for item in items:
+        told = ", ".join(f"{k} {_told(k, v)}" for k, v in item.items() if k != "id" and v is not None)
+        counts[told] = counts.get(told, 0) + 1
+    return counts
+
+
 def _told(key: str, value: Any) -> str:
     if value is None:
-        return "not installed" if "." not in key and not key.endswith("bytes") else "unknown"
+        return "none"
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, int | float) and key.endswith("bytes"):

@@ -104,8 +104,16 @@ def runtime_imports(path: Path) -> set[str]:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            found |= {node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)}
+            members = {f"{node.module}.{alias.name}" for alias in node.names}
+            modules = {m for m in members if is_module(m)}
+            found |= modules if modules == members else {node.module or "", *modules}
     return found
+
+
+def is_module(name: str) -> bool:
+    """Whether a name is one of our files, or something in one."""
+    path = ROOT.joinpath(*name.split("."))
+    return path.with_suffix(".py").is_file() or (path / "__init__.py").is_file()
 
 
 def test_planner_imports_no_jax() -> None:

@@ -21,6 +21,22 @@ PACKAGES = ("uniap-jax", "jax", "jaxlib", "numpy", "scipy", "mip", "flax", "opta
 EXTRAS = {"tpu": "libtpu", "cuda": "jax-cuda13-plugin", "docs": "sphinx", "test": "pytest", "report": "tensorboardX"}
 FEWEST_THREADS_PER_DEVICE = 8
 SOLVER_LIMIT_S = 20.0
+SMALL_PROBLEM: dict[str, Any] = {
+    "layers": 2,
+    "stages": 2,
+    "micro_batches": 1,
+    "strategies": 1,
+    "time": [[[1.0], [1.0]], [[1.0], [1.0]]],
+    "iteration_time": [[0.0], [0.0]],
+    "memory": [[[1.0], [1.0]], [[1.0], [1.0]]],
+    "capacity": [1.0, 1.0],
+    "allowed": [[True], [True]],
+    "edges": [[0, 1]],
+    "reshard": [[[0.0]]],
+    "cross_stage": [[[0.0]]],
+    "relay": [[0.0]],
+}
+"""Two layers, two stages, one way to do it, in the form that `solve_file` reads."""
 
 
 def installed(package: str) -> str | None:
@@ -52,15 +68,9 @@ def cpu_threads() -> dict[str, Any]:
 
 def try_solver() -> dict[str, Any]:
     """Solves a problem of two layers and two stages, so that a solver that cannot start is seen here."""
-    tables = {
-        **{"layers": 2, "stages": 2, "micro_batches": 1, "strategies": 1},
-        **{"time": [[[1.0], [1.0]], [[1.0], [1.0]]], "iteration_time": [[0.0], [0.0]]},
-        **{"memory": [[[1.0], [1.0]], [[1.0], [1.0]]], "capacity": [1.0, 1.0], "allowed": [[True], [True]]},
-        **{"edges": [[0, 1]], "reshard": [[[0.0]]], "cross_stage": [[[0.0]]], "relay": [[0.0]]},
-    }
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "tables.json"
-        path.write_text(json.dumps(tables))
+        path.write_text(json.dumps(SMALL_PROBLEM))
         try:
             found = solve_file(path, time_limit_s=SOLVER_LIMIT_S)
         except UniapError as error:

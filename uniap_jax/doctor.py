@@ -16,6 +16,7 @@ import jax
 from uniap_jax.core.cluster import host_memory_bytes, usable_cores
 from uniap_jax.core.errors import UniapError
 from uniap_jax.planner import solve_file
+from uniap_jax.profiler.cache import default_dir
 
 PACKAGES = ("uniap-jax", "jax", "jaxlib", "numpy", "scipy", "mip", "flax", "optax", "chex", "rich", "msgspec")
 EXTRAS = {"tpu": "libtpu", "cuda": "jax-cuda13-plugin", "docs": "sphinx", "test": "pytest", "report": "tensorboardX"}
@@ -103,12 +104,13 @@ def find_problems(facts: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def examine(*, cache_dir: Path) -> dict[str, Any]:
+def examine(*, cache_dir: Path | None = None) -> dict[str, Any]:
     """Everything `uniap-jax doctor` shows, as plain data.
 
     Args:
-        cache_dir: folder of cached profiles.
+        cache_dir: folder of cached profiles; the user's where None.
     """
+    cache_dir = cache_dir or default_dir()
     facts: dict[str, Any] = {
         "python": platform.python_version(),
         "system": platform.platform(),

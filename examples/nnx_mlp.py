@@ -64,7 +64,7 @@ def build(width: int = 32, depth: int = 4) -> tuple[Any, Any, dict[str, Any]]:
 
 
 def main() -> None:
-    state, _, batch = build()
+    state, _, _ = build()
     step = uniap.parallelize(train_step, source="described")
     for seed in range(20):
         state, metrics = step(state, make_batch(seed))

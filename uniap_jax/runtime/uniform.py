@@ -1,0 +1,257 @@
+"""One program for all stages: pipelines whose stages hold the same number of equal layers.
+
+The whole step is one jit over a mesh (stage, x0, x1, ...). Inside, `jax.shard_map` is manual over `stage` alone: every
+stage runs the same code on its share of the stacked layers and hands activations to its neighbour by `ppermute`. One
+compilation, whose time does not depend on the number of layers, and any number of processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from uniap_jax.core.errors import StrategyError
+from uniap_jax.core.graph import LayerGraph
+from uniap_jax.core.jax_compat import ClosedJaxpr
+from uniap_jax.core.jaxprs import open_jaxpr
+from uniap_jax.core.plan import LayerPlan, Plan
+from uniap_jax.core.sharding import axis_sizes, layer_sharding
+from uniap_jax.runtime.flow import leaf_params, update_flow
+from uniap_jax.runtime.programs import Program, build, shape_of
+from uniap_jax.runtime.uniform_layer import differentiate
+from uniap_jax.runtime.uniform_loop import Pipeline, loss_and_grads
+from uniap_jax.runtime.uniform_outer import OuterLayers, with_stage_dim, with_stage_rows
+from uniap_jax.runtime.uniform_run import Run, stacked_run, uniform_range
+from uniap_jax.runtime.uniform_stage import STAGE, StageTicks
+
+__all__ = ["UniformProgram", "compile_uniform", "stage_mesh"]
+
+
+class UniformProgram:
+    """A planned step as one program; compiled at its first use.
+
+    Args:
+        graph: of the whole batch.
+        pipeline: loss and gradients.
+        state_shardings: of every state leaf.
+        batch_shardings: of every batch leaf.
+        grad_shardings: of every parameter's gradient, as the update reads it.
+        donated: state leaves whose buffers are given up.
+    """
+
+    def __init__(
+        self,
+        graph: LayerGraph,
+        pipeline: Pipeline,
+        *,
+        state_shardings: Sequence[NamedSharding],
+        batch_shardings: Sequence[NamedSharding],
+        grad_shardings: Sequence[NamedSharding],
+        donated: Sequence[int] = (),
+    ) -> None:
+        self._graph = graph
+        self._pipeline = pipeline
+        self.state_shardings = tuple(state_shardings)
+        self.batch_shardings = tuple(batch_shardings)
+        self._grad_shardings = tuple(grad_shardings)
+        self._donated = tuple(donated)
+        self._kept = tuple(i for i in range(len(graph.step.state)) if i not in set(donated))
+        self._program: Program | None = None
+
+    @property
+    def mesh(self) -> Mesh:
+        """(stage, x0, x1, ...), axes Auto."""
+        return self._pipeline.stages.mesh
+
+    @property
+    def programs(self) -> tuple[Program, ...]:
+        """The one program, compiled at its first use."""
+        if self._program is None:
+            self._program = self._build()
+        return (self._program,)
+
+    def __call__(self, state: Sequence[Any], batch: Sequence[Any]) -> list[Any]:
+        """Flat outputs of the step from placed leaves."""
+        (program,) = self.programs
+        return program([state[i] for i in self._donated], [state[i] for i in self._kept], list(batch))  # type: ignore[no-any-return]
+
+    def _build(self) -> Program:
+        step, shardings = self._graph.step, self.state_shardings
+        everywhere = NamedSharding(self.mesh, PartitionSpec())
+        outputs = [shardings[leaf] if leaf is not None else everywhere for leaf in step.output_leaf]
+
+        def whole(donated: list[Any], kept: list[Any], batch: list[Any]) -> list[Any]:
+            leaves = dict(zip((*self._donated, *self._kept), (*donated, *kept), strict=True))
+            return self._train_step([leaves[i] for i in range(len(leaves))], batch)
+
+        return build(
+            "train_step",
+            whole,
+            [
+                [shape_of(step.state[i], shardings[i]) for i in self._donated],
+                [shape_of(step.state[i], shardings[i]) for i in self._kept],
+                [shape_of(v, s) for v, s in zip(step.batch, self.batch_shardings, strict=True)],
+            ],
+            mesh=self.mesh,
+            outputs=outputs,
+            donate=(0,),
+        )
+
+    def _train_step(self, state: Sequence[Any], batch: Sequence[Any]) -> list[Any]:
+        step, count = self._graph.step, len(self._graph.params)
+        ready = _evaluate(step.before, *state)
+        results, grads = loss_and_grads(self._pipeline, ready[:count], ready[count:], batch)
+        grads = [
+            g if g.dtype == jax.dtypes.float0 else jax.lax.with_sharding_constraint(g, s)
+            for g, s in zip(grads, self._grad_shardings, strict=True)
+        ]
+        return _evaluate(step.update, *state, *batch, *results, *grads)
+
+
+def _evaluate(jaxpr: ClosedJaxpr, *args: Any) -> list[Any]:
+    return list(jax.core.eval_jaxpr(open_jaxpr(jaxpr), jaxpr.consts, *args))
+
+
+def stage_mesh(plan: Plan, devices: Sequence[Any]) -> Mesh:
+    """The mesh (stage, x0, x1, ...) of a plan whose stages have equally many devices.
+
+    Raises:
+        StrategyError: they have not.
+    """
+    sizes = [len(d) for d in plan.stage_devices]
+    if len(set(sizes)) > 1:
+        raise StrategyError(
+            f"stages have {sizes} devices; one program needs the same number on every stage, use executor='stages'",
+            devices=tuple(sizes),
+        )
+    shape = [p for _, p in axis_sizes(sizes[0])] or [1]
+    grid = np.asarray([[devices[d] for d in stage] for stage in plan.stage_devices], dtype=object)
+    return Mesh(grid.reshape(len(sizes), *shape), (STAGE, *(f"x{i}" for i in range(len(shape)))))
+
+
+def compile_uniform(
+    graph: LayerGraph, plan: Plan, devices: Sequence[Any], *, donated: Sequence[int] = ()
+) -> UniformProgram:
+    """A plan of several stages as one program.
+
+    Args:
+        graph: of the whole batch, the one the plan was made for.
+        plan: with at least two stages that hold the same number of equal layers.
+        devices: in the plan's numbering; of this process, of several, or of a described topology.
+        donated: state leaves whose buffers are given up.
+
+    Raises:
+        StrategyError: the plan's stages are not equal, or its layers cannot share one body; says which and why.
+        TraceError: the batch must not be split into the plan's micro-batches.
+    """
+    if plan.num_stages < 2:
+        raise StrategyError(
+            "a plan of one stage is one program already; use executor='stages'", num_stages=plan.num_stages
+        )
+    mesh = stage_mesh(plan, devices)
+    micro = graph if plan.num_microbatches == graph.num_microbatches else graph.microbatch(plan.num_microbatches)
+    first, last = uniform_range(micro, plan)
+    run = stacked_run(micro, micro.layers[first:last], plan.layers[first].strategy)
+    pipeline = _pipeline(micro, plan, mesh, run, first, last)
+    return _program(graph, pipeline, tuple(donated))
+
+
+def _pipeline(graph: LayerGraph, plan: Plan, mesh: Mesh, run: Run, first: int, last: int) -> Pipeline:
+    trained = [
+        (run.stacked[i] if kind == "stacked" else run.shared[i]).trained if kind in ("stacked", "shared") else kind == "slot"
+        for kind, i in run.sources
+    ]
+    again = [kind != "slot" or run.slots[i].kind == "relay" for kind, i in run.sources]
+    layer = differentiate(run.body, keep=run.keep, trained=trained, shared=again)
+    stages = StageTicks(mesh=mesh, run=run, layer=layer, num_microbatches=plan.num_microbatches)
+    before, after = (
+        _outer(graph, mesh, range(a, b), plan.layers) for a, b in ((0, first), (last, len(graph.layers)))
+    )
+    specs: dict[int, PartitionSpec] = {}
+    grads: dict[int, PartitionSpec] = {}
+    for outer in (before, after):
+        for layer_, sharding in zip(outer.layers, outer.shardings, strict=True):
+            for p, compute, grad in zip(layer_.params, sharding.params, sharding.grads, strict=True):
+                specs.setdefault(p, compute)
+                grads.setdefault(p, grad)
+    return Pipeline(
+        graph=graph,
+        schedule=plan.schedule,
+        stages=stages,
+        before=before,
+        after=after,
+        outer_specs=specs,
+        outer_grads=grads,
+    )
+
+
+def _outer(graph: LayerGraph, mesh: Mesh, indices: range, choices: Sequence[LayerPlan]) -> OuterLayers:
+    layers = tuple(graph.layers[i] for i in indices)
+    strategies = tuple(choices[i].strategy for i in indices)
+    shardings = tuple(layer_sharding(graph, layer, s) for layer, s in zip(layers, strategies, strict=True))
+    return OuterLayers(graph=graph, mesh=mesh, layers=layers, shardings=shardings, strategies=strategies)
+
+
+# ---- where the state lives -------------------------------------------------------------------------------------
+
+
+def _program(graph: LayerGraph, pipeline: Pipeline, donated: tuple[int, ...]) -> UniformProgram:
+    mesh = pipeline.stages.mesh
+    homes = _param_homes(pipeline)
+    step = graph.step
+    own = {leaf: p for p, leaf in enumerate(step.param_leaf) if leaf is not None}
+    belongs = leaf_params(graph, update_flow(graph))
+    state = []
+    for leaf, p in enumerate(belongs):
+        spec = PartitionSpec()
+        if p is not None and leaf in own:
+            spec = homes[p][0]
+        elif p is not None and graph.params[p].shape == step.state[leaf].shape:
+            spec = homes[p][1]
+        state.append(NamedSharding(mesh, spec))
+    return UniformProgram(
+        graph,
+        pipeline,
+        state_shardings=state,
+        batch_shardings=_batch_shardings(graph, pipeline),
+        grad_shardings=[NamedSharding(mesh, homes[p][1]) for p in range(len(graph.params))],
+        donated=donated,
+    )
+
+
+def _param_homes(pipeline: Pipeline) -> dict[int, tuple[PartitionSpec, PartitionSpec]]:
+    """For each parameter, its layout between steps and that of optimizer state of its shape; split over stages too."""
+    graph, mesh, run = pipeline.graph, pipeline.stages.mesh, pipeline.stages.run
+    found: dict[int, tuple[PartitionSpec, PartitionSpec]] = {}
+    for outer in (pipeline.before, pipeline.after):
+        for layer, sharding in zip(outer.layers, outer.shardings, strict=True):
+            for p, stored, optimizer in zip(layer.params, sharding.stored, sharding.optimizer, strict=True):
+                found.setdefault(p, (stored, optimizer))
+    stacked = {p: home for p, home in run.homes.items() if p not in found}
+    sizes = dict(mesh.shape)
+
+    def split(p: int, spec: PartitionSpec) -> PartitionSpec:
+        return with_stage_dim(graph.params[p].shape, spec, sizes)
+
+    homes = {}
+    for p in range(len(graph.params)):
+        stored, optimizer, whole = stacked.get(p, (*found.get(p, (PartitionSpec(), PartitionSpec())), False))
+        homes[p] = (stored, optimizer) if whole else (split(p, stored), split(p, optimizer))
+    return homes
+
+
+def _batch_shardings(graph: LayerGraph, pipeline: Pipeline) -> list[NamedSharding]:
+    """Rows over all devices where they divide, so that no device or process holds more of a batch than its share."""
+    mesh = pipeline.stages.mesh
+    axes = tuple(n for n in mesh.axis_names if n != STAGE)
+    strategy = pipeline.stages.run.strategy
+    specs = []
+    for value in graph.step.batch:
+        spec = PartitionSpec(axes) if value.shape[0] % (mesh.size // mesh.shape[STAGE]) == 0 else PartitionSpec()
+        specs.append(with_stage_rows(value, spec, strategy, int(mesh.shape[STAGE])))
+    return [NamedSharding(mesh, s) for s in specs]

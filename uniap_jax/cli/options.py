@@ -176,6 +176,7 @@ def make_parser() -> _Parser:
     run = add("run", [step, profiling, pinning, solving], "Train under a plan")
     run.add_argument("--plan", metavar="FILE", help="use this plan instead of searching one")
     run.add_argument("--steps", type=_count, default=10, metavar="N", help="training steps (default 10)")
+    run.add_argument("--tensorboard", metavar="DIR", help="write metrics and step times there (extra: report)")
     demo = add("demo", [], "Plan, train and check a small GPT on virtual devices")
     demo.add_argument("--steps", type=_count, default=20, metavar="N", help="training steps (default 20)")
     return parser

@@ -25,6 +25,7 @@ from uniap_jax.core.strategy import parse_strategy
 from uniap_jax.core.topology import load_cluster
 from uniap_jax.report import table
 from uniap_jax.report.facts import print_check, print_facts, print_profile
+from uniap_jax.report.scalars import write_scalars
 
 MEASURING_BUDGET_S = 120.0
 
@@ -187,6 +188,9 @@ def run(options: Namespace, output: Output) -> int:
         output.text(f"step {len(history):4d}  {format_seconds(seconds[-1])}  {told}")
     median = statistics.median(seconds[1:] or seconds)
     predicted = chosen.prediction.step_time_s
+    if options.tensorboard:
+        write_scalars(options.tensorboard, history, seconds=seconds, predicted_step_time_s=predicted)
+        say(f"wrote {options.tensorboard}")
     output.text(f"median step {format_seconds(median)}, predicted {format_seconds(predicted)}")
     output.result(
         {

@@ -24,7 +24,7 @@ IntArray = NDArray[np.int64]
 LOOK_BACK = 48
 """Labels of the same group that each label is compared with when there are three sums."""
 
-MAX_LABELS = 400_000
+MAX_LABELS = 150_000
 """Labels of one layer beyond which the worst are dropped and the answer no longer proves anything."""
 
 
@@ -141,19 +141,13 @@ def _front(group: IntArray, labels: _Labels, *, three: bool) -> IntArray:
     return _front_of_three(group, labels) if three else front_of_two(group, labels.time, labels.memory)
 
 
-def _slowest_stage(chain: Chain, potential: Potentials, upper: float) -> float:
-    """No stage of a plan below `upper` is slower: sum p + (c - 1) T < upper and the sum is at least the rest's."""
-    if chain.num_microbatches == 1:
-        return np.inf
-    return upper / chain.num_microbatches
-
-
 @dataclass(slots=True, eq=False)
 class _Growth:
     """The label setting of one candidate, a layer at a time."""
 
     chain: Chain
     potential: Potentials
+    others: tuple[Potentials, ...]
     upper: float
     slowest: float
     alive: NDArray[np.bool_]
@@ -189,6 +183,10 @@ class _Growth:
         stage, before = labels.stage[parent], labels.strategy[parent]
         reshard = self.chain.reshard[u - 1, before, strategy]
         price = 1 + self.potential.multipliers.time[stage]
+        lower = labels.lower[parent] + price * reshard + self.potential.node[u, stage, strategy]
+        # most extensions die here, so the other sums are formed for the rest only
+        keep = np.flatnonzero(lower + self.potential.after[u, stage, strategy] <= self.upper + self.potential.constant)
+        parent, strategy, stage, reshard = parent[keep], strategy[keep], stage[keep], reshard[keep]
         return self._finish(
             u,
             _Labels(
@@ -199,7 +197,7 @@ class _Growth:
                 time=labels.time[parent] + reshard + self.chain.time[u, stage, strategy],
                 iteration=labels.iteration[parent] + self.chain.iteration[u, stage, strategy],
                 memory=labels.memory[parent] + self.chain.memory[u, stage, strategy],
-                lower=labels.lower[parent] + price * reshard + self.potential.node[u, stage, strategy],
+                lower=lower[keep],
             ),
         )
 
@@ -208,10 +206,29 @@ class _Growth:
         least = labels.lower + self.potential.after[u, labels.stage, labels.strategy] - self.potential.constant
         keep = (
             (least <= self.upper)
+            & np.isfinite(least)
             & (labels.memory <= self.chain.capacity[labels.stage])
             & (labels.time <= self.slowest)
         )
+        for other in self.others:
+            keep &= self._least(other, u, labels) <= self.upper
         return labels.take(np.flatnonzero(keep))
+
+    def _least(self, potential: Potentials, u: int, labels: _Labels) -> FloatArray:
+        """Bound of every label under other prices: those with memory to spare are judged best by a low price."""
+        num_layers, _, num_strategies = self.chain.shape
+        prices, entry = potential.multipliers, labels.origin % num_strategies
+        first = labels.origin // num_strategies % num_layers
+        least: FloatArray = (
+            potential.start[first, labels.stage, entry]
+            + (1 + prices.time[labels.stage]) * labels.time
+            + prices.memory[labels.stage] * labels.memory
+            + potential.after[u, labels.stage, labels.strategy]
+            - potential.constant
+        )
+        if self.chain.has_iteration:
+            least += prices.iteration[labels.stage] * labels.iteration
+        return least
 
     def thin(self, u: int, labels: _Labels) -> _Labels:
         """The non-dominated labels of each start, entry and exit."""
@@ -225,6 +242,7 @@ def grow_columns(
     potential: Potentials,
     *,
     upper: float,
+    others: tuple[Potentials, ...] = (),
     expired: Callable[[], bool] = lambda: False,
     max_labels: int = MAX_LABELS,
 ) -> Columns:
@@ -233,6 +251,7 @@ def grow_columns(
     Args:
         chain: candidate.
         potential: Lagrangian distances of the same candidate.
+        others: distances under other prices; a label must pass all of them.
         upper: seconds; plans at or above it are of no interest.
         expired: asked after every layer; True stops the growth and the result says that it is incomplete.
         max_labels: of one layer; beyond it the ones with the least bound are kept.
@@ -240,9 +259,10 @@ def grow_columns(
     growth = _Growth(
         chain=chain,
         potential=potential,
+        others=others,
         upper=upper,
-        slowest=_slowest_stage(chain, potential, upper),
-        alive=potential.through <= upper,
+        slowest=upper / chain.num_microbatches if chain.num_microbatches > 1 else np.inf,
+        alive=np.logical_and.reduce([p.through <= upper for p in (potential, *others)]),
     )
     parents, choices, done, complete = [], [], [], True
     labels: _Labels | None = None
@@ -280,7 +300,7 @@ def _ended(chain: Chain, potential: Potentials, u: int, labels: _Labels, upper: 
     """Labels of layer u whose stage may end there, as fields of `Columns`."""
     num_layers, _, num_strategies = chain.shape
     lower = labels.lower + potential.exit[u, labels.stage, labels.strategy] - potential.constant
-    index = np.flatnonzero(lower <= upper)
+    index = np.flatnonzero((lower <= upper) & np.isfinite(lower))
     part = labels.take(index)
     start = part.origin // num_strategies
     return (

@@ -8,7 +8,7 @@ with a plan proves the candidate's optimum.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -16,15 +16,19 @@ from uniap_jax.core.costs import Assignment, CostTables
 from uniap_jax.planner.bounds import Bound, Multipliers, Potentials, lagrangian_bound, potentials
 from uniap_jax.planner.chain import Chain, chain_of
 from uniap_jax.planner.clock import Clock
-from uniap_jax.planner.columns import grow_columns
+from uniap_jax.planner.columns import MAX_LABELS, grow_columns
 from uniap_jax.planner.infeasible import least_memory
 from uniap_jax.planner.master import Network, Path, master_mip, network_of, path_of, search_paths, without_slow
 from uniap_jax.planner.mip_model import solve_mip
 
-FIRST_TARGET = 2e-3
+FIRST_TARGET = 1e-3
 """First target above the bound, relative; each further one is TARGET_GROWTH times as far."""
 
 TARGET_GROWTH = 6.0
+PROBE_LABELS = 2_000
+OTHER_PRICES = (0.5, 0.8, 0.93, 1.08, 1.25, 2.0)
+"""Shares of the memory price under which labels are judged as well."""
+
 ASCENT_STEPS = 40
 MASTER_COLUMNS = 3_000
 """Columns above which the master is left to the path search alone."""
@@ -63,8 +67,10 @@ class ChainRefinement:
     stuck: bool = False
     _chain: Chain | None = None
     _bound: Bound | None = None
-    _potential: Potentials | None = None
+    _potentials: tuple[Potentials, ...] = ()
     _distance: float = FIRST_TARGET
+    _value: float = np.inf
+    _probed: bool = False
 
     @property
     def prices(self) -> Multipliers:
@@ -90,40 +96,64 @@ class ChainRefinement:
         self.done = not np.isfinite(self.lower)
         if self._bound.plan is not None:
             stages, strategies = self._bound.plan
-            self.plan = Assignment(stage=tuple(stages), strategy=tuple(strategies))
+            self.plan, self._value = Assignment(stage=tuple(stages), strategy=tuple(strategies)), self._bound.value
 
     def _aim(self, upper: float, expired: Callable[[], bool]) -> None:
+        """Columns up to the next target; the first failure looks for a good plan with few labels."""
         assert self._chain is not None and self._bound is not None
-        if self._potential is None:
-            self._potential = potentials(self._chain, self._bound.prices)
+        if not self._potentials:
+            self._potentials = (potentials(self._chain, self._bound.prices),)
         # the bound's own plan is worth finding again: it may be the optimum
-        ceiling = min(upper, self._bound.value * (1 + 1e-9))
-        target = min(self._bound.lower * (1 + self._distance) + 1e-12, ceiling)
-        if self._distance > 100.0:
-            target = ceiling
-        columns = grow_columns(self._chain, self._potential, upper=target, expired=expired)
+        ceiling = min(upper, self._value * (1 + 1e-9))
+        target = ceiling if self._distance > 10 else min(self._bound.lower * (1 + self._distance) + 1e-12, ceiling)
+        path, proved, network = self._grow(target, expired, MAX_LABELS)
+        if path is not None:
+            self._accept(path, network)
+        if path is not None and proved:
+            self.lower, self.done = max(self.lower, path.value(network.count)), True
+        elif proved:
+            self.lower = max(self.lower, target)
+            self.done = target >= ceiling
+            self._distance *= TARGET_GROWTH
+        elif self._probed:
+            self.stuck = path is None or path.value(network.count) >= ceiling * (1 - 1e-6)
+        if not (self.done or self.stuck or self._probed):
+            self._probe(upper, expired)
+
+    def _probe(self, upper: float, expired: Callable[[], bool]) -> None:
+        """Other prices for stricter pruning, and a plan from a growth with few labels, which caps later targets."""
+        assert self._chain is not None and self._bound is not None
+        self._probed = True
+        prices = self._bound.prices
+        if prices.memory.any():
+            self._potentials += tuple(
+                potentials(self._chain, replace(prices, memory=prices.memory * share)) for share in OTHER_PRICES
+            )
+        path, _, network = self._grow(min(upper, self._value), expired, PROBE_LABELS)
+        if path is not None:
+            self._accept(path, network)
+
+    def _grow(
+        self, target: float, expired: Callable[[], bool], max_labels: int
+    ) -> tuple[Path | None, bool, Network]:
+        """Best path of columns up to the target, and whether nothing below the target is missing."""
+        assert self._chain is not None
+        columns = grow_columns(
+            self._chain,
+            self._potentials[0],
+            others=self._potentials[1:],
+            upper=target,
+            expired=expired,
+            max_labels=max_labels,
+        )
         network = network_of(self._chain, columns)
         path, finished = search_paths(network, upper=target * (1 + 1e-12), expired=expired)
-        proved = columns.complete and finished
-        if path is not None:
+        return path, columns.complete and finished, network
+
+    def _accept(self, path: Path, network: Network) -> None:
+        if self.plan is None or path.value(network.count) < self._value:
             self.plan = assignment_of(network, path)
-            if proved:
-                self.lower, self.done = max(self.lower, path.value(network.count)), True
-            else:
-                self._bound = Bound(
-                    lower=self._bound.lower,
-                    prices=self._bound.prices,
-                    plan=self._bound.plan,
-                    value=min(self._bound.value, path.value(network.count)),
-                )
-                self.stuck = path.value(network.count) >= ceiling * (1 - 1e-6)
-        elif not proved:
-            self.stuck = True
-        elif target >= ceiling:
-            self.lower, self.done = max(self.lower, target), True
-        else:
-            self.lower = max(self.lower, target)
-            self._distance *= TARGET_GROWTH
+        self._value = min(self._value, path.value(network.count))
 
 
 def confirm_by_master(

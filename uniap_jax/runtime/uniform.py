@@ -19,14 +19,16 @@ from uniap_jax.core.errors import StrategyError
 from uniap_jax.core.graph import LayerGraph
 from uniap_jax.core.jax_compat import ClosedJaxpr
 from uniap_jax.core.jaxprs import open_jaxpr
-from uniap_jax.core.plan import LayerPlan, Plan
+from uniap_jax.core.plan import Plan
 from uniap_jax.core.sharding import axis_sizes, layer_sharding
+from uniap_jax.core.strategy import Strategy
 from uniap_jax.runtime.flow import leaf_params, update_flow
 from uniap_jax.runtime.programs import Program, build, shape_of
 from uniap_jax.runtime.uniform_layer import differentiate
 from uniap_jax.runtime.uniform_loop import Pipeline, loss_and_grads
 from uniap_jax.runtime.uniform_outer import OuterLayers, with_stage_dim, with_stage_rows
 from uniap_jax.runtime.uniform_run import Run, stacked_run, uniform_range
+from uniap_jax.runtime.uniform_scan import scan_layer, split_scan
 from uniap_jax.runtime.uniform_stage import STAGE, StageTicks
 
 __all__ = ["UniformProgram", "compile_uniform", "stage_mesh"]
@@ -155,13 +157,44 @@ def compile_uniform(
         )
     mesh = stage_mesh(plan, devices)
     micro = graph if plan.num_microbatches == graph.num_microbatches else graph.microbatch(plan.num_microbatches)
-    first, last = uniform_range(micro, plan)
-    run = stacked_run(micro, micro.layers[first:last], plan.layers[first].strategy)
-    pipeline = _pipeline(micro, plan, mesh, run, first, last)
+    parts = _parts(micro, plan)
+    pipeline = _pipeline(parts, plan, mesh)
     return _program(graph, pipeline, tuple(donated))
 
 
-def _pipeline(graph: LayerGraph, plan: Plan, mesh: Mesh, run: Run, first: int, last: int) -> Pipeline:
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Parts:
+    """Layers before, in and after the run: [0, first), [first, last), [last, ...); their strategies."""
+
+    graph: LayerGraph
+    first: int
+    last: int
+    strategies: tuple[Strategy, ...]
+    run: Run
+
+
+def _parts(graph: LayerGraph, plan: Plan) -> _Parts:
+    """Equal layers where the plan has them, else a loop over layers.
+
+    Raises:
+        StrategyError: neither is there.
+    """
+    strategies = tuple(choice.strategy for choice in plan.layers)
+    looped = scan_layer(graph, plan)
+    try:
+        first, last = uniform_range(graph, plan)
+    except StrategyError:
+        if looped is None:
+            raise
+        cut = split_scan(graph, looped, strategies[looped])
+        chosen = tuple(strategies[i] for i in cut.origin)
+        return _Parts(graph=cut.graph, first=cut.first, last=cut.last, strategies=chosen, run=cut.run)
+    run = stacked_run(graph, graph.layers[first:last], strategies[first])
+    return _Parts(graph=graph, first=first, last=last, strategies=strategies, run=run)
+
+
+def _pipeline(parts: _Parts, plan: Plan, mesh: Mesh) -> Pipeline:
+    graph, run = parts.graph, parts.run
     trained = [
         (run.stacked[i] if kind == "stacked" else run.shared[i]).trained if kind in ("stacked", "shared") else kind == "slot"
         for kind, i in run.sources
@@ -170,7 +203,7 @@ def _pipeline(graph: LayerGraph, plan: Plan, mesh: Mesh, run: Run, first: int, l
     layer = differentiate(run.body, keep=run.keep, trained=trained, shared=again)
     stages = StageTicks(mesh=mesh, run=run, layer=layer, num_microbatches=plan.num_microbatches)
     before, after = (
-        _outer(graph, mesh, range(a, b), plan.layers) for a, b in ((0, first), (last, len(graph.layers)))
+        _outer(graph, mesh, range(a, b), parts.strategies) for a, b in ((0, parts.first), (parts.last, len(graph.layers)))
     )
     specs: dict[int, PartitionSpec] = {}
     grads: dict[int, PartitionSpec] = {}
@@ -178,7 +211,7 @@ def _pipeline(graph: LayerGraph, plan: Plan, mesh: Mesh, run: Run, first: int, l
         for layer_, sharding in zip(outer.layers, outer.shardings, strict=True):
             for p, compute, grad in zip(layer_.params, sharding.params, sharding.grads, strict=True):
                 specs.setdefault(p, compute)
-                grads.setdefault(p, grad)
+                grads.setdefault(p, with_stage_dim(graph.params[p].shape, grad, dict(mesh.shape)))
     return Pipeline(
         graph=graph,
         schedule=plan.schedule,
@@ -190,9 +223,9 @@ def _pipeline(graph: LayerGraph, plan: Plan, mesh: Mesh, run: Run, first: int, l
     )
 
 
-def _outer(graph: LayerGraph, mesh: Mesh, indices: range, choices: Sequence[LayerPlan]) -> OuterLayers:
+def _outer(graph: LayerGraph, mesh: Mesh, indices: range, choices: Sequence[Strategy]) -> OuterLayers:
     layers = tuple(graph.layers[i] for i in indices)
-    strategies = tuple(choices[i].strategy for i in indices)
+    strategies = tuple(choices[i] for i in indices)
     shardings = tuple(layer_sharding(graph, layer, s) for layer, s in zip(layers, strategies, strict=True))
     return OuterLayers(graph=graph, mesh=mesh, layers=layers, shardings=shardings, strategies=strategies)
 

@@ -1,23 +1,267 @@
-"""Several stages: one program per stage and direction, driven by a schedule."""
+"""Several stages: one program per stage and direction, issued by the host in the order of a schedule.
+
+Nothing here waits for a device: programs and copies are queued, and arrays are let go as soon as the schedule has no
+more use for them, so that what is live on a stage is what the schedule says is in flight there.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from uniap_jax.core.errors import ExecutionError
-from uniap_jax.runtime.homes import Layout
-from uniap_jax.runtime.programs import Program
+import jax
+from jax.sharding import NamedSharding
+
+from uniap_jax.core.schedule import FORWARD, Schedule, make_schedule
+from uniap_jax.runtime.feed import Begin, Feeder, Leaves, Shared
+from uniap_jax.runtime.homes import REPLICATED, Layout
+from uniap_jax.runtime.loss import accumulator_dtype, combine
+from uniap_jax.runtime.programs import Program, build, shape_of
+from uniap_jax.runtime.stage_programs import StagePrograms, build_stage, result_shardings
+from uniap_jax.runtime.stages import StageSpec, stage_specs
+from uniap_jax.runtime.transfer import Move
+from uniap_jax.runtime.update import Update
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Live:
+    """What one step holds on one stage.
+
+    Attributes:
+        inputs: parameters, then state operands made by `before`, ready for every micro-batch.
+        arrived: per micro-batch, values from earlier stages.
+        returned: per micro-batch, cotangents from later stages, by value.
+        kept: per micro-batch in flight, inputs and residuals for its backward.
+        totals: gradients so far.
+        results: per result of the stage, the micro-batches' pieces.
+    """
+
+    params: list[Any]
+    state: list[Any]
+    totals: list[Any]
+    arrived: dict[int, dict[int, Any]] = field(default_factory=dict)
+    returned: dict[int, dict[int, list[Any]]] = field(default_factory=dict)
+    kept: dict[int, tuple[list[Any], list[Any]]] = field(default_factory=dict)
+    results: list[list[Any]] = field(default_factory=list)
+
+
+class Programs:
+    """Everything a pipeline runs, compiled.
+
+    Args:
+        layout: graph under its plan.
+        donated: state leaves whose buffers are given up.
+    """
+
+    def __init__(self, layout: Layout, donated: Sequence[int]) -> None:
+        graph = layout.graph
+        self.specs = stage_specs(layout)
+        self.writer = {v: spec.stage for spec in self.specs for v in spec.writes}
+        self.origin = {v: s for spec in self.specs for v, s in zip(spec.writes, spec.leaves, strict=True)}
+        self.leaves = Leaves(layout)
+        self.begin = [Begin(layout, spec, self.leaves) for spec in self.specs]
+        home = {
+            p: sharding
+            for begin in self.begin
+            for p, sharding in zip(begin.params, begin.shardings[: len(begin.params)], strict=True)
+        }
+        self.shared = Shared(layout, home, self.specs)
+        self.feeder = Feeder(layout, self.specs)
+        self.stages = [build_stage(layout, spec, self._params(spec, home)) for spec in self.specs]
+        self.combine = [_build_combine(layout, spec) for spec in self.specs]
+        self.returns, parts = self._gradient_ways(layout)
+        shapes = {
+            k: shape_of(graph_whole(layout, k), sharding)
+            for spec in self.specs
+            for k, sharding in zip(spec.results, _whole_shardings(layout, spec), strict=True)
+        }
+        self.update = Update(layout, self.leaves, [shapes[k] for k in range(len(graph.results))], parts, donated)
+
+    def _params(self, spec: StageSpec, home: dict[int, NamedSharding]) -> dict[int, NamedSharding]:
+        there = self.shared.there
+        return {p: there[p, spec.stage].arrives if (p, spec.stage) in there else home[p] for p in spec.params}
+
+    def _gradient_ways(self, layout: Layout) -> tuple[dict[tuple[int, int], Move], list[list[jax.ShapeDtypeStruct]]]:
+        """Moves of shared parameters' gradients to their home, and per parameter the shapes that meet there."""
+        moves: dict[tuple[int, int], Move] = {}
+        parts: list[list[jax.ShapeDtypeStruct]] = [[] for _ in layout.graph.params]
+        single = layout.plan.num_microbatches == 1
+        for stage in self.stages:
+            for p, sharding in zip(stage.spec.params, stage.grads, strict=True):
+                value, home = layout.graph.params[p], layout.params[p]
+                dtype = value.dtype if single else accumulator_dtype(value.dtype)
+                shape = jax.ShapeDtypeStruct(value.shape, dtype, sharding=sharding)
+                if stage.spec.stage != home.stage:
+                    move = Move(
+                        f"gradient_{p}_from_stage_{stage.spec.stage}", shape, layout.on(home.stage, home.grads)
+                    )
+                    moves[p, stage.spec.stage] = move
+                    shape = jax.ShapeDtypeStruct(value.shape, dtype, sharding=move.arrives)
+                parts[p].append(shape)
+        return moves, parts
+
+    @property
+    def all(self) -> tuple[Program, ...]:
+        """In the order in which a step meets them."""
+        moves = (*self.shared.there.values(), *self.returns.values())
+        return (
+            *(p for b in self.begin for p in b.programs),
+            *(m.program for m in moves if m.program is not None),
+            *(p for s in self.stages for p in (s.zeros, s.forward, s.backward) if p is not None),
+            *(p for p in self.combine if p is not None),
+            *self.update.programs,
+        )
+
+
+def graph_whole(layout: Layout, result: int) -> Any:
+    """Shape of a whole-batch result: as the update reads it."""
+    graph = layout.graph
+    first = len(graph.step.state) + len(graph.step.batch)
+    aval = graph.step.update.in_avals[first + result]
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+
+
+def _whole_shardings(layout: Layout, spec: StageSpec) -> list[NamedSharding]:
+    """Layout of whole-batch results: lists over examples stay split, the rest is replicated."""
+    pieces = zip(spec.results, result_shardings(layout, spec), strict=True)
+    single = layout.plan.num_microbatches == 1
+    return [
+        s if single or layout.graph.reductions[k] == "concat" else layout.on(spec.stage, REPLICATED) for k, s in pieces
+    ]
+
+
+def _build_combine(layout: Layout, spec: StageSpec) -> Program | None:
+    """From the micro-batches' results to the whole batch's; None where there is nothing to do."""
+    graph, c = layout.graph, layout.plan.num_microbatches
+    if not spec.results or c == 1:
+        return None
+    values = [graph.values[graph.results[k]] for k in spec.results]
+    how = [graph.reductions[k] for k in spec.results]
+
+    def whole(pieces: list[list[Any]]) -> list[Any]:
+        return [
+            combine(jax.numpy.stack(p), h, v.batch_dim) for p, h, v in zip(pieces, how, values, strict=True)
+        ]
+
+    shapes = [[shape_of(v, s)] * c for v, s in zip(values, result_shardings(layout, spec), strict=True)]
+    return build(
+        f"stage_{spec.stage}_results",
+        whole,
+        [shapes],
+        mesh=layout.meshes[spec.stage],
+        outputs=_whole_shardings(layout, spec),
+    )
 
 
 class Pipeline:
-    """Runs a plan of several stages."""
+    """Runs a plan of several stages.
+
+    Args:
+        layout: graph under its plan.
+        donated: state leaves whose buffers are given up.
+    """
 
     def __init__(self, layout: Layout, donated: Sequence[int]) -> None:
-        raise ExecutionError(f"{layout.plan.num_stages} stages cannot be run yet", num_stages=layout.plan.num_stages)
+        self._layout, self._donated = layout, tuple(donated)
+        plan = layout.plan
+        self.schedule: Schedule = make_schedule(plan.schedule, plan.num_stages, plan.num_microbatches)
+        self._order = self.schedule.order
+        self._built: Programs | None = None
+        self.watch: Callable[[int, Any, int], None] | None = None
 
-    programs: tuple[Program, ...]
+    @property
+    def _programs(self) -> Programs:
+        if self._built is None:
+            self._built = Programs(self._layout, self._donated)
+        return self._built
+
+    @property
+    def programs(self) -> tuple[Program, ...]:
+        """Every program, compiled at the first use."""
+        return self._programs.all
 
     def __call__(self, state: Sequence[Any], batch: Sequence[Any]) -> list[Any]:
-        """Flat outputs."""
-        raise NotImplementedError
+        """Flat outputs of the step from placed state leaves and any batch leaves."""
+        programs = self._programs
+        live = self._start(programs, state)
+        pieces = programs.feeder.split(batch)
+        for stage, task in self._order:
+            if task.kind == FORWARD:
+                self._forward(programs, live, stage, task.microbatch, pieces)
+            else:
+                self._backward(programs, live, stage, task.microbatch)
+            if self.watch is not None:
+                self.watch(stage, task, len(live[stage].kept))
+        results = self._results(programs, live)
+        grads = self._grads(programs, live)
+        del live, pieces
+        return programs.update(state, batch, results, grads)
+
+    def _start(self, programs: Programs, state: Sequence[Any]) -> list[_Live]:
+        begun = [begin(state) for begin in programs.begin]
+        params: dict[int, Any] = {}
+        for begin, arrays in zip(programs.begin, begun, strict=True):
+            params.update(zip(begin.params, arrays, strict=False))
+        there = programs.shared.there
+        return [
+            _Live(
+                params=[
+                    there[p, s.spec.stage](params[p]) if (p, s.spec.stage) in there else params[p]
+                    for p in s.spec.params
+                ],
+                state=arrays[len(begin.params) :],
+                totals=s.zeros() if s.zeros is not None else [],
+                results=[[] for _ in s.spec.results],
+            )
+            for s, begin, arrays in zip(programs.stages, programs.begin, begun, strict=True)
+        ]
+
+    def _forward(self, programs: Programs, live: list[_Live], stage: int, m: int, pieces: list[list[Any]]) -> None:
+        here, built = live[stage], programs.stages[stage]
+        spec = built.spec
+        arrived = here.arrived.pop(m, {})
+        operands = programs.feeder.operands(pieces, stage, m, here.state)
+        inputs = [*here.params, *operands, *(arrived[v] for v in spec.reads)]
+        made = built.forward(inputs)
+        here.kept[m] = ([inputs[i] for i in built.needs], [made[i] for i in built.kept])
+        first = len(spec.writes)
+        for held, piece in zip(here.results, made[first : first + len(spec.results)], strict=True):
+            held.append(piece)
+        self._send(live, spec, made, m)
+
+    def _send(self, live: list[_Live], spec: StageSpec, made: Sequence[Any], m: int) -> None:
+        """Values to the stages that read them, in one call."""
+        ways = [(v, i, t, s) for i, (v, to) in enumerate(zip(spec.writes, spec.readers, strict=True)) for t, s in to]
+        if ways:
+            sent = jax.device_put([made[i] for _, i, _, _ in ways], [s for _, _, _, s in ways])
+            for (value, _, target, _), array in zip(ways, sent, strict=True):
+                live[target].arrived.setdefault(m, {})[value] = array
+
+    def _backward(self, programs: Programs, live: list[_Live], stage: int, m: int) -> None:
+        here, built = live[stage], programs.stages[stage]
+        spec = built.spec
+        inputs, held = here.kept.pop(m)
+        back = here.returned.pop(m, {})
+        totals, wanted = built.backward(inputs, held, [back[v] for v in spec.active], here.totals)
+        here.totals = totals
+        if spec.wanted:
+            sent = jax.device_put(wanted, [programs.origin[v] for v in spec.wanted])
+            for value, array in zip(spec.wanted, sent, strict=True):
+                live[programs.writer[value]].returned.setdefault(m, {}).setdefault(value, []).append(array)
+
+    def _results(self, programs: Programs, live: list[_Live]) -> list[Any]:
+        results: dict[int, Any] = {}
+        for here, built, combined in zip(live, programs.stages, programs.combine, strict=True):
+            whole = combined(here.results) if combined is not None else [pieces[0] for pieces in here.results]
+            results.update(zip(built.spec.results, whole, strict=True))
+        return [results[k] for k in range(len(results))]
+
+    def _grads(self, programs: Programs, live: list[_Live]) -> list[list[Any]]:
+        """Per parameter its parts, all at home, in the order of the stages."""
+        parts: list[list[Any]] = [[] for _ in self._layout.graph.params]
+        for here, built in zip(live, programs.stages, strict=True):
+            for p, total in zip(built.spec.params, here.totals, strict=True):
+                move = programs.returns.get((p, built.spec.stage))
+                parts[p].append(total if move is None else move(total))
+        return parts

@@ -1,0 +1,274 @@
+"""One stage's forward and backward as two compiled programs on its sub-mesh.
+
+The forward program returns what the stage writes and the residuals of `jax.vjp`; the backward program applies it.
+Residuals that are inputs of the stage, or cheap functions of its parameters alone (a cast, a gather of a sharded
+parameter) or of its batch alone (a mask), are not returned: the backward program makes them again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+
+from uniap_jax.core.jax_compat import Literal, Var
+from uniap_jax.core.jaxprs import Tape, close, flatten, live_eqns, variables
+from uniap_jax.runtime.homes import Layout
+from uniap_jax.runtime.loss import accumulator_dtype, gradient_weight, run_layers
+from uniap_jax.runtime.programs import Program, as_function, build, constrain, shape_of
+from uniap_jax.runtime.stages import StageSpec
+
+CHEAP = frozenset(
+    "convert_element_type broadcast_in_dim reshape transpose squeeze expand_dims iota eq ne lt le gt ge and or not xor "
+    "add sub mul neg max min select_n slice sharding_constraint copy copy_p concatenate pad rev integer_pow div sign "
+    "abs floor exp log tanh sqrt rsqrt logistic square pow clamp reduce_precision real imag split".split()
+)
+"""Element-wise and layout operations: cheaper to do again than to keep their result per micro-batch."""
+
+PARAM, STATE, BATCH, READ = 1, 2, 4, 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StagePrograms:
+    """The compiled stage.
+
+    Attributes:
+        spec: what it reads and writes.
+        forward: `(inputs) -> [*writes, *results, *residuals]`; inputs are params, operands, reads.
+        backward: `(inputs it needs, residuals, cotangents, accumulators) -> (gradients, cotangents of wanted)`; the
+            accumulators come back with this micro-batch's gradients added; with one micro-batch there are none.
+        zeros: makes the accumulators, None with one micro-batch.
+        needs: positions among the forward's inputs that the backward reads again.
+        kept: positions among the forward's outputs that the backward reads.
+        grads: layout of the gradient of each of `spec.params`.
+    """
+
+    spec: StageSpec
+    forward: Program
+    backward: Program
+    zeros: Program | None
+    needs: tuple[int, ...]
+    kept: tuple[int, ...]
+    grads: tuple[NamedSharding, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Traced:
+    """A stage's forward with its vjp, as data.
+
+    Attributes:
+        tape: inputs to (writes, results, residuals).
+        emitted: how many of its outputs are writes and results.
+        tree: of the vjp function whose leaves are the residuals.
+        rebuilt: residuals that the backward makes again.
+        inputs: input variables that the backward reads again.
+        held: variables that the backward gets from the forward, in order.
+    """
+
+    tape: Tape
+    emitted: int
+    tree: Any
+    rebuilt: tuple[Var, ...]
+    inputs: tuple[Var, ...]
+    held: tuple[Var, ...]
+
+    @property
+    def residuals(self) -> tuple[Any, ...]:
+        """Variables or literals."""
+        return self.tape.outvars[self.emitted :]
+
+
+def build_stage(layout: Layout, spec: StageSpec, params: dict[int, NamedSharding]) -> StagePrograms:
+    """Traces and compiles a stage.
+
+    Args:
+        layout: graph under its plan.
+        spec: of the stage.
+        params: layout in which each parameter comes in.
+    """
+    mesh, name = layout.meshes[spec.stage], f"stage_{spec.stage}"
+    inputs = input_shapes(layout, spec, params)
+    traced = _trace(layout, spec, inputs)
+    tape, emitted = traced.tape, list(traced.tape.outvars[: traced.emitted])
+    returned = [v for v in traced.held if v not in variables(emitted)]
+    outs = [*emitted, *returned]
+    invars = [*tape.invars, *tape.consts]
+    run = as_function(close(invars, outs, live_eqns(tape.eqns, outs)[0]), invars, tape.consts)
+    forward = build(
+        f"{name}_forward",
+        lambda args: run(*args),
+        [inputs],
+        mesh=mesh,
+        outputs=[*spec.leaves, *result_shardings(layout, spec), *([None] * len(returned))],
+    )
+    position = {v: i for i, v in reversed(list(enumerate(outs))) if not isinstance(v, Literal)}
+    kept = tuple(position[v] for v in traced.held)
+    held = [
+        jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, sharding=forward.output_shardings[i])
+        for v, i in zip(traced.held, kept, strict=True)
+    ]
+    needs = tuple(tape.invars.index(v) for v in traced.inputs)
+    grads = param_grads(layout, spec)
+    zeros, totals = _build_zeros(layout, spec, grads)
+    backward = build(
+        f"{name}_backward",
+        _backward(layout, spec, traced),
+        [[inputs[i] for i in needs], held, _cotangent_shapes(layout, spec), totals],
+        mesh=mesh,
+        outputs=(list(grads), [a for v, a in zip(spec.reads, spec.arrives, strict=True) if v in spec.wanted]),
+        donate=(3,) if totals else (),
+    )
+    return StagePrograms(
+        spec=spec, forward=forward, backward=backward, zeros=zeros, needs=needs, kept=kept, grads=grads
+    )
+
+
+def input_shapes(layout: Layout, spec: StageSpec, params: dict[int, NamedSharding]) -> list[Any]:
+    """Of the forward program: params, operands, reads."""
+    graph = layout.graph
+    return [
+        *(shape_of(graph.params[p], params[p]) for p in spec.params),
+        *(shape_of(graph.operands[o], operand_sharding(layout, spec.stage, o)) for o in spec.operands),
+        *(shape_of(graph.values[v], a) for v, a in zip(spec.reads, spec.arrives, strict=True)),
+    ]
+
+
+def operand_sharding(layout: Layout, stage: int, operand: int) -> NamedSharding:
+    """Layout of an operand on a stage: as its first reader there has it."""
+    for i in layout.plan.stage_layers(stage):
+        layer = layout.graph.layers[i]
+        if operand in layer.operands:
+            return layout.on(stage, layout.layers[i].operands[layer.operands.index(operand)])
+    return layout.on(stage)
+
+
+def result_shardings(layout: Layout, spec: StageSpec) -> list[NamedSharding]:
+    """Layout of the results that a stage computes: as their writers have them."""
+    graph, found = layout.graph, []
+    for k in spec.results:
+        writer = graph.layers[graph.producer[graph.results[k]]]
+        written = layout.layers[writer.index].writes[writer.writes.index(graph.results[k])]
+        found.append(layout.on(spec.stage, written))
+    return found
+
+
+def param_grads(layout: Layout, spec: StageSpec) -> tuple[NamedSharding, ...]:
+    """Layout of gradients on a stage: as the first layer there that reads the parameter has them."""
+    found: dict[int, NamedSharding] = {}
+    for i in spec.layers:
+        layer = layout.graph.layers[i]
+        for p, grads in zip(layer.params, layout.layers[i].grads, strict=True):
+            found.setdefault(p, layout.on(spec.stage, grads))
+    return tuple(found[p] for p in spec.params)
+
+
+def _trace(layout: Layout, spec: StageSpec, inputs: Sequence[Any]) -> _Traced:
+    """Forward and vjp of a stage as one tape; says where the backward finds each residual."""
+    first_operand, first_read = len(spec.params), len(spec.params) + len(spec.operands)
+    results = [layout.graph.results[k] for k in spec.results]
+
+    def forward(*args: Any) -> Any:
+        operands = dict(zip(spec.operands, args[first_operand:first_read], strict=True))
+        reads = dict(zip(spec.reads, args[first_read:], strict=True))
+
+        def loss_part(params: list[Any], wanted: list[Any]) -> tuple[list[Any], list[Any]]:
+            values = {**reads, **dict(zip(spec.wanted, wanted, strict=True))}
+            known = run_layers(layout, spec.layers, dict(zip(spec.params, params, strict=True)), operands, values)
+            ends = [*spec.active, *([layout.graph.results[0]] if spec.has_loss else [])]
+            return [known[v] for v in ends], [known[v] for v in (*spec.writes, *results)]
+
+        params, wanted = list(args[:first_operand]), [reads[v] for v in spec.wanted]
+        _, vjp, emitted = jax.vjp(loss_part, params, wanted, has_aux=True)
+        return emitted, vjp
+
+    with jax.set_mesh(layout.meshes[spec.stage]):
+        jaxpr, (_, vjp) = jax.make_jaxpr(forward, return_shape=True)(*inputs)
+    tape, emitted = flatten(jaxpr), len(spec.writes) + len(results)
+    rebuilt = _rebuildable(layout, spec, tape, emitted)
+    known = {*tape.invars, *tape.consts, *rebuilt}
+    residuals = list(dict.fromkeys(variables(tape.outvars[emitted:])))
+    read = {*residuals, *live_eqns(tape.eqns, rebuilt)[1]}
+    return _Traced(
+        tape=tape,
+        emitted=emitted,
+        tree=jax.tree.structure(vjp),
+        rebuilt=rebuilt,
+        inputs=tuple(v for v in tape.invars if v in read),
+        held=tuple(v for v in residuals if v not in known),
+    )
+
+
+def _rebuildable(layout: Layout, spec: StageSpec, tape: Tape, emitted: int) -> tuple[Var, ...]:
+    """Residuals that are cheap functions of parameters and state, or of batch and state, and that nobody returns."""
+    operands = [layout.graph.operands[o].kind for o in spec.operands]
+    origin = [PARAM] * len(spec.params) + [STATE if k == "state" else BATCH for k in operands] + [READ] * len(spec.reads)
+    mask: dict[Var, int] = dict(zip(tape.invars, origin, strict=True))
+    mask.update(dict.fromkeys(tape.consts, 0))
+    for eqn in tape.eqns:
+        union = 0 if eqn.primitive.name in CHEAP else READ
+        for v in variables(eqn.invars):
+            union |= mask[v]
+        mask.update(dict.fromkeys(eqn.outvars, union))
+    allowed = [m for m in range(READ) if not (m & PARAM and m & BATCH)]
+    given = {*tape.invars, *tape.consts, *variables(tape.outvars[:emitted])}
+    residuals = dict.fromkeys(variables(tape.outvars[emitted:]))
+    return tuple(v for v in residuals if v not in given and mask[v] in allowed)
+
+
+def _backward(layout: Layout, spec: StageSpec, traced: _Traced) -> Any:
+    """The backward program as a function of (inputs, held residuals, cotangents, accumulators)."""
+    tape, mesh = traced.tape, layout.meshes[spec.stage]
+    eqns, free = live_eqns(tape.eqns, traced.rebuilt)
+    sources = [v for v in (*tape.invars, *tape.consts) if v in free]
+    again = as_function(close(sources, traced.rebuilt, eqns), sources, tape.consts)
+    weight = gradient_weight(layout)
+    loss = layout.graph.values[layout.graph.results[0]]
+    specs = [s.spec for s in param_grads(layout, spec)]
+
+    def backward(inputs: list[Any], held: list[Any], cotangents: list[list[Any]], totals: list[Any]) -> Any:
+        known = {**tape.consts, **dict(zip((*traced.inputs, *traced.held), (*inputs, *held), strict=True))}
+        known.update(zip(traced.rebuilt, again(*(known[v] for v in sources if v not in tape.consts)), strict=True))
+        vjp = jax.tree.unflatten(traced.tree, [_read(known, a) for a in traced.residuals])
+        ends = [sum(parts[1:], parts[0]) for parts in cotangents]
+        grads, wanted = vjp([*ends, *([jnp.asarray(weight, loss.dtype)] if spec.has_loss else [])])
+        if totals:
+            grads = [t + g.astype(t.dtype) for t, g in zip(totals, grads, strict=True)]
+        return [constrain(g, mesh, s) for g, s in zip(grads, specs, strict=True)], wanted
+
+    return backward
+
+
+def _read(known: dict[Var, Any], atom: Any) -> Any:
+    return jnp.asarray(atom.val, atom.aval.dtype) if isinstance(atom, Literal) else known[atom]
+
+
+def _cotangent_shapes(layout: Layout, spec: StageSpec) -> list[list[Any]]:
+    """For each active write, one cotangent per stage that reads it with a gradient."""
+    return [
+        [shape_of(layout.graph.values[v], leave)] * len(spec.returns[v])
+        for v, leave in zip(spec.writes, spec.leaves, strict=True)
+        if v in spec.active
+    ]
+
+
+def _build_zeros(
+    layout: Layout, spec: StageSpec, grads: Sequence[NamedSharding]
+) -> tuple[Program | None, list[jax.ShapeDtypeStruct]]:
+    """The program that makes the accumulators, and their shapes; none with one micro-batch."""
+    if layout.plan.num_microbatches == 1:
+        return None, []
+    values = [layout.graph.params[p] for p in spec.params]
+    shapes = [
+        jax.ShapeDtypeStruct(v.shape, accumulator_dtype(v.dtype), sharding=g)
+        for v, g in zip(values, grads, strict=True)
+    ]
+
+    def zeros() -> list[Any]:
+        return [jnp.zeros(s.shape, s.dtype) for s in shapes]
+
+    name = f"stage_{spec.stage}_zeros"
+    return build(name, zeros, [], mesh=layout.meshes[spec.stage], outputs=list(grads)), shapes

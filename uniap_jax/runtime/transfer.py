@@ -1,0 +1,113 @@
+"""Moves arrays between the devices of two stages without a stop at the host.
+
+`jax.device_put` copies from device to device where every shard of the target is also a shard of the source;
+otherwise it gathers the array on the host and waits for it. So both sides agree on a layout they can express.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from uniap_jax.runtime.programs import Program, build
+
+Ways = tuple[int, ...]
+
+
+def ways_of(mesh: Mesh, spec: PartitionSpec, ndim: int) -> Ways:
+    """In how many pieces a layout cuts each dimension."""
+    sizes = dict(mesh.shape)
+    entries = [*spec, *([None] * (ndim - len(spec)))]
+    return tuple(
+        math.prod(sizes[n] for n in ((names,) if isinstance(names, str) else tuple(names or ()))) for names in entries
+    )
+
+
+def express(mesh: Mesh, ways: Ways) -> PartitionSpec | None:
+    """A layout that cuts dimensions in these ways, axes taken in order; None where the axes do not multiply to it."""
+    axes, entries = list(mesh.shape.items()), []
+    for want in ways:
+        taken: list[str] = []
+        product = 1
+        while product < want and axes:
+            name, size = axes.pop(0)
+            product *= size
+            taken.append(name)
+        if product != want:
+            return None
+        entries.append(tuple(taken) or None)
+    return PartitionSpec(*entries)
+
+
+def _coarser(mesh: Mesh, ways: Ways) -> list[Ways]:
+    """These ways, then fewer of them along the first dimension that is cut, then none."""
+    cut = [d for d, w in enumerate(ways) if w > 1]
+    found = [ways]
+    if len(cut) == 1:
+        product, prefixes = 1, []
+        for size in mesh.shape.values():
+            product *= size
+            prefixes.append(product)
+        smaller = [p for p in reversed(prefixes) if p < ways[cut[0]] and ways[cut[0]] % p == 0]
+        found += [tuple(p if d == cut[0] else 1 for d in range(len(ways))) for p in smaller]
+    return [*found, (1,) * len(ways)]
+
+
+def wire(ndim: int, source: NamedSharding, targets: Sequence[NamedSharding]) -> tuple[NamedSharding, list[NamedSharding]]:
+    """The layouts in which an array leaves a sub-mesh and arrives on others: shard for shard the same.
+
+    The finest of the layouts wanted on either side goes over the wire where all can express it: each device then
+    receives least, and gathers among its neighbours what it wants more of.
+
+    Args:
+        ndim: of the array.
+        source: layout its writer computes.
+        targets: per reader, the layout it computes with.
+    """
+    if all(t.mesh.shape == source.mesh.shape for t in targets):
+        finest = max((source, *targets), key=lambda s: math.prod(ways_of(s.mesh, s.spec, ndim)))
+        return NamedSharding(source.mesh, finest.spec), [NamedSharding(t.mesh, finest.spec) for t in targets]
+    wanted = sorted({ways_of(s.mesh, s.spec, ndim) for s in (source, *targets)}, key=math.prod, reverse=True)
+    for ways in (w for first in wanted for w in _coarser(source.mesh, first)):
+        specs = [express(s.mesh, ways) for s in (source, *targets)]
+        if all(spec is not None for spec in specs):
+            leave, *arrive = [
+                NamedSharding(s.mesh, spec) for s, spec in zip((source, *targets), specs, strict=True) if spec is not None
+            ]
+            return leave, arrive
+    raise AssertionError("the layout without cuts is always expressible")
+
+
+class Move:
+    """One array's way from a stage to another, once per step.
+
+    Args:
+        name: for people and traces.
+        shape: of the array, with its sharding at the source.
+        target: where it is wanted; it may arrive cut more finely, see `arrives`.
+    """
+
+    def __init__(self, name: str, shape: jax.ShapeDtypeStruct, target: NamedSharding) -> None:
+        source = shape.sharding
+        assert isinstance(source, NamedSharding)
+        leave, (self.arrives,) = wire(len(shape.shape), source, [target])
+        same = leave.is_equivalent_to(source, len(shape.shape))
+        self.program: Program | None = None
+        if not same:
+            self.program = build(f"{name}_leave", lambda x: x, [shape], mesh=source.mesh, outputs=leave)
+
+    def __call__(self, array: Any) -> Any:
+        """The array on the target's devices."""
+        return jax.device_put(self.program(array) if self.program is not None else array, self.arrives)
+
+
+def view(array: Any, sharding: NamedSharding) -> Any:
+    """A stage's copy of an array that every device of the plan holds; nothing is copied."""
+    pieces = {shard.device: shard.data for shard in array.addressable_shards}
+    return jax.make_array_from_single_device_arrays(
+        array.shape, sharding, [pieces[d] for d in sharding.mesh.devices.flat]
+    )

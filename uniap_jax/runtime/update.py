@@ -1,0 +1,196 @@
+"""Runs the pieces of the optimizer step on their devices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+
+from uniap_jax.core.jax_compat import Var
+from uniap_jax.runtime.feed import Leaves
+from uniap_jax.runtime.homes import Layout
+from uniap_jax.runtime.programs import Program, as_function, aval_shape, build, shape_of
+from uniap_jax.runtime.update_split import JOIN, Piece, split_update
+
+SMALL_METRIC_BYTES = 2**20
+"""Metrics up to this size are copied to all devices, so that they can be used together whatever stage made them."""
+
+JOIN_STAGE = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Ready:
+    """A piece with its program.
+
+    Attributes:
+        piece: what it computes.
+        stage: whose devices run it.
+        program: `(donated leaves, other inputs) -> outputs`.
+        donated: leaves whose buffers the outputs take.
+        inputs: variables of the other inputs.
+    """
+
+    piece: Piece
+    stage: int
+    program: Program
+    donated: tuple[Var, ...]
+    inputs: tuple[Var, ...]
+
+
+class Update:
+    """The optimizer step of a pipeline.
+
+    Args:
+        layout: graph under its plan.
+        leaves: how to read the state.
+        results: layout of each whole-batch result.
+        grads: for each parameter the shapes of its gradient at home: one per stage that computes a part of it.
+        donated: state leaves whose buffers are given up.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        leaves: Leaves,
+        results: Sequence[jax.ShapeDtypeStruct],
+        grads: Sequence[Sequence[jax.ShapeDtypeStruct]],
+        donated: Sequence[int],
+    ) -> None:
+        self._layout, self._leaves = layout, leaves
+        self._results, self._grads = tuple(results), tuple(tuple(g) for g in grads)
+        flow = layout.update
+        self._sources = flow.sources
+        pieces = split_update(layout.graph, layout.plan, flow, layout.params, layout.leaves)
+        self._sent = {var for piece in pieces for var in piece.outputs[: piece.sent]}
+        self._ready = [self._build(piece, frozenset(donated), last=piece.phase == pieces[-1].phase) for piece in pieces]
+        self._targets = self._output_targets()
+
+    @property
+    def programs(self) -> tuple[Program, ...]:
+        """One per stage and phase, and one per join."""
+        return tuple(r.program for r in self._ready)
+
+    # ---- building ------------------------------------------------------------------------------------------------
+
+    def _build(self, piece: Piece, donated: frozenset[int], *, last: bool) -> _Ready:
+        layout, flow = self._layout, self._layout.update
+        stage = JOIN_STAGE if piece.place == JOIN else piece.place
+        replaced = {layout.graph.step.output_leaf[p] for p in piece.positions}
+        given: list[Var] = []
+        for var in piece.inputs:
+            kind, i = flow.sources.get(var, ("", 0))
+            if last and kind == "state" and i in donated and i in replaced and layout.leaves[i].stage == piece.place:
+                given.append(var)
+        rest = [v for v in piece.inputs if v not in given and v not in flow.consts]
+        order = [v for v in piece.inputs if v not in flow.consts]
+        run = as_function(piece.jaxpr, piece.inputs, flow.consts)
+
+        def function(donated_leaves: list[Any], others: list[Any]) -> list[Any]:
+            known = dict(zip(given, donated_leaves, strict=True))
+            known.update({v: self._summed(v, x) for v, x in zip(rest, others, strict=True)})
+            return run(*(known[v] for v in order))
+
+        outputs = [layout.on(stage)] * piece.sent + [self._output_sharding(p, stage) for p in piece.positions]
+        name = f"update_{piece.phase}_{'join' if piece.place == JOIN else f'stage_{stage}'}"
+        program = build(
+            name,
+            function,
+            [[self._shape(v, piece.place) for v in given], [self._shape(v, piece.place) for v in rest]],
+            mesh=layout.meshes[stage],
+            outputs=outputs,
+            donate=(0,) if given else (),
+        )
+        return _Ready(piece=piece, stage=stage, program=program, donated=tuple(given), inputs=tuple(rest))
+
+    def _shape(self, var: Var, place: int) -> Any:
+        layout, stage = self._layout, JOIN_STAGE if place == JOIN else place
+        kind, i = self._sources.get(var, ("sent", 0))
+        if kind == "sent" or (place == JOIN and var in self._sent):
+            return aval_shape(var, layout.on(stage))
+        if kind == "state":
+            return self._leaves.shape(i, stage)
+        if kind == "batch":
+            return shape_of(layout.graph.step.batch[i], layout.on(stage))
+        return self._results[i] if kind == "result" else list(self._grads[i])
+
+    def _summed(self, var: Var, value: Any) -> Any:
+        """A parameter's gradient from the stages that compute parts of it, in the parameter's dtype."""
+        kind, _ = self._sources.get(var, ("sent", 0))
+        if kind != "grad" or not isinstance(value, list):
+            return value
+        if not value:
+            return jnp.zeros(var.aval.shape, var.aval.dtype)
+        return sum(value[1:], value[0]).astype(var.aval.dtype)
+
+    def _output_sharding(self, position: int, stage: int) -> NamedSharding | None:
+        layout, step = self._layout, self._layout.graph.step
+        leaf = step.output_leaf[position]
+        if leaf is not None:
+            home = layout.leaves[leaf]
+            return layout.on(stage, home.spec) if home.stage == stage else layout.on(stage)
+        return layout.on(stage) if step.outputs[position].nbytes <= SMALL_METRIC_BYTES else None
+
+    def _output_targets(self) -> dict[int, NamedSharding]:
+        """Outputs that have to move after they are computed, and where to."""
+        layout, step = self._layout, self._layout.graph.step
+        targets: dict[int, NamedSharding] = {}
+        for ready in self._ready:
+            for p in ready.piece.positions:
+                leaf = step.output_leaf[p]
+                if leaf is None and step.outputs[p].nbytes <= SMALL_METRIC_BYTES:
+                    targets[p] = layout.on(None)
+                elif leaf is not None and layout.leaves[leaf].stage != ready.stage:
+                    targets[p] = layout.state_shardings[leaf]
+        return targets
+
+    # ---- running -------------------------------------------------------------------------------------------------
+
+    def __call__(
+        self, state: Sequence[Any], batch: Sequence[Any], results: Sequence[Any], grads: Sequence[list[Any]]
+    ) -> list[Any]:
+        """Flat outputs of the step.
+
+        Args:
+            state: placed leaves.
+            batch: leaves of the whole batch.
+            results: of the whole batch, each on the stage that computed it.
+            grads: per parameter its parts, all at home.
+        """
+        sent: dict[Var, Any] = {}
+        outputs: list[Any] = [None] * len(self._layout.graph.step.outputs)
+        for ready in self._ready:
+            given = [state[self._sources[v][1]] for v in ready.donated]
+            others = [self._fetch(v, ready, sent, state, batch, results, grads) for v in ready.inputs]
+            made = ready.program(given, others)
+            sent.update(zip(ready.piece.outputs[: ready.piece.sent], made, strict=False))
+            for position, array in zip(ready.piece.positions, made[ready.piece.sent :], strict=True):
+                outputs[position] = array
+        moved = list(self._targets)
+        arrays = jax.device_put([outputs[p] for p in moved], [self._targets[p] for p in moved]) if moved else []
+        for position, array in zip(moved, arrays, strict=True):
+            outputs[position] = array
+        return outputs
+
+    def _fetch(
+        self,
+        var: Var,
+        ready: _Ready,
+        sent: dict[Var, Any],
+        state: Sequence[Any],
+        batch: Sequence[Any],
+        results: Sequence[Any],
+        grads: Sequence[list[Any]],
+    ) -> Any:
+        stage = ready.stage
+        if var in sent and (ready.piece.place == JOIN or var not in self._sources):
+            return jax.device_put(sent[var], self._layout.on(stage))
+        kind, i = self._sources[var]
+        if kind == "state":
+            return self._leaves.fetch(state, i, stage)
+        if kind == "batch":
+            return jax.device_put(batch[i], self._layout.on(stage))
+        return results[i] if kind == "result" else grads[i]

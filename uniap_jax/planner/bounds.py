@@ -212,6 +212,12 @@ def _sums(chain: Chain, stages: list[int], strategies: list[int]) -> _Sums:
     return _Sums(time=time, link=link, iteration=iteration, memory=memory)
 
 
+def path_value(chain: Chain, stages: list[int], strategies: list[int]) -> float:
+    """Step time of an assignment of a chain; infinite where a stage is too full."""
+    sums = _sums(chain, stages, strategies)
+    return sums.value(chain.num_microbatches) if (sums.memory <= chain.capacity).all() else np.inf
+
+
 def _simplex(values: FloatArray, total: float) -> FloatArray:
     """Nearest point with non-negative entries that add up to `total`."""
     if total <= 0:

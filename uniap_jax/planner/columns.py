@@ -2,22 +2,22 @@
 
 Label setting. A label is a partial stage: where it starts, how it is entered, the last strategy, and three sums (time,
 once-per-step time, memory). Labels are extended layer by layer on all stages at once and dropped when they do not fit,
-when the Lagrangian potentials prove that no plan through them beats `upper`, or when another label with the same start,
+when the guide's tests prove that no plan through them beats its limit, or when another label with the same start,
 entry and exit is no worse in all three sums. Nothing else is dropped, so the columns hold an optimal plan if any plan
-is below `upper`.
+is below the limit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 from numpy.typing import NDArray
 
 from uniap_jax.core.costs import FloatArray
-from uniap_jax.planner.bounds import Potentials
 from uniap_jax.planner.chain import Chain
+from uniap_jax.planner.intervals import Guide
 
 IntArray = NDArray[np.int64]
 
@@ -40,7 +40,6 @@ class Columns:
         leave: class of the last layer's strategy, as seen from the next stage.
         time: seconds per micro-batch.
         iteration: seconds per step.
-        lower: least step time of a plan that uses it.
         label: position among the labels of layer `last`, for `strategies`.
         parents: per layer, for every label the label of the previous layer it extends, or -1.
         choices: per layer, for every label its strategy.
@@ -54,7 +53,6 @@ class Columns:
     leave: IntArray
     time: FloatArray
     iteration: FloatArray
-    lower: FloatArray
     label: IntArray
     parents: tuple[IntArray, ...]
     choices: tuple[IntArray, ...]
@@ -71,7 +69,7 @@ class Columns:
 
 @dataclass(slots=True, eq=False)
 class _Labels:
-    """Labels of one layer; `origin` numbers (stage, first layer, entry class)."""
+    """Labels of one layer; `origin` numbers (stage, first layer, entry class), `least` is the bound that ranks them."""
 
     stage: IntArray
     origin: IntArray
@@ -80,26 +78,23 @@ class _Labels:
     time: FloatArray
     iteration: FloatArray
     memory: FloatArray
-    lower: FloatArray
+    least: FloatArray
+    number: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+
+    def __post_init__(self) -> None:
+        if len(self.number) != len(self.stage):
+            self.number = np.arange(len(self.stage))
 
     def __len__(self) -> int:
         return len(self.stage)
 
     def take(self, index: NDArray[np.generic]) -> _Labels:
-        return _Labels(
-            self.stage[index],
-            self.origin[index],
-            self.strategy[index],
-            self.parent[index],
-            self.time[index],
-            self.iteration[index],
-            self.memory[index],
-            self.lower[index],
-        )
+        """A selection; `number` still says where they stood."""
+        return _Labels(*(getattr(self, f.name)[index] for f in fields(self)))
 
 
 def _joined(a: _Labels, b: _Labels) -> _Labels:
-    names = ("stage", "origin", "strategy", "parent", "time", "iteration", "memory", "lower")
+    names = [f.name for f in fields(_Labels) if f.name != "number"]
     return _Labels(*(np.concatenate([getattr(a, n), getattr(b, n)]) for n in names))
 
 
@@ -122,7 +117,7 @@ def _front_of_three(group: IntArray, labels: _Labels) -> IntArray:
     A dominating label has a bound no higher, so it stands earlier in the order by bound. Looking back a limited
     number of places leaves some dominated labels in; that costs time, never exactness.
     """
-    order = np.lexsort((labels.lower, group))
+    order = np.lexsort((labels.least, group))
     columns = [group[order], labels.time[order], labels.iteration[order], labels.memory[order]]
     shift = 1
     while shift < min(len(order), LOOK_BACK):
@@ -146,89 +141,80 @@ class _Growth:
     """The label setting of one candidate, a layer at a time."""
 
     chain: Chain
-    potential: Potentials
-    others: tuple[Potentials, ...]
-    upper: float
-    slowest: float
-    alive: NDArray[np.bool_]
+    guide: Guide
+    furthest: IntArray
 
     def begin(self, u: int) -> _Labels:
         """Labels of stages that start at layer u."""
-        stage, strategy = np.nonzero(self.alive[u] & np.isfinite(self.potential.start[u]))
+        starting = self.guide.allowed[:, u].any(axis=1)
+        stage, strategy = np.nonzero(self.guide.live[u] & starting[:, None])
         entry = self.chain.in_class[u, strategy]
         num_layers, _, num_strategies = self.chain.shape
-        ahead = self.potential.start[u, stage, strategy]
-        return self._finish(
-            u,
-            _Labels(
-                stage=stage,
-                origin=(stage * num_layers + u) * num_strategies + entry,
-                strategy=strategy,
-                parent=np.full(len(stage), -1),
-                time=self.chain.time[u, stage, strategy],
-                iteration=self.chain.iteration[u, stage, strategy],
-                memory=self.chain.memory[u, stage, strategy],
-                lower=ahead + self.potential.node[u, stage, strategy],
-            ),
+        labels = _Labels(
+            stage=stage,
+            origin=(stage * num_layers + u) * num_strategies + entry,
+            strategy=strategy,
+            parent=np.full(len(stage), -1),
+            time=self.chain.time[u, stage, strategy],
+            iteration=self.chain.iteration[u, stage, strategy],
+            memory=self.chain.memory[u, stage, strategy],
+            least=np.zeros(len(stage)),
         )
+        return self._passed(u, labels)
 
     def extend(self, u: int, labels: _Labels) -> _Labels:
         """Every label of layer u - 1 with every live strategy of layer u on the same stage."""
-        stages, strategies = np.nonzero(self.alive[u])
-        first = np.searchsorted(stages, labels.stage, side="left")
-        count = np.searchsorted(stages, labels.stage, side="right") - first
+        labels = labels.take(np.flatnonzero(self.furthest[labels.stage, self.first(labels)] >= u))
+        stages, strategies = np.nonzero(self.guide.live[u])
+        begin = np.searchsorted(stages, labels.stage, side="left")
+        count = np.searchsorted(stages, labels.stage, side="right") - begin
         parent = np.repeat(np.arange(len(labels)), count)
         offset = np.arange(len(parent)) - np.repeat(np.cumsum(count) - count, count)
-        strategy = strategies[np.repeat(first, count) + offset]
+        strategy = strategies[np.repeat(begin, count) + offset]
         stage, before = labels.stage[parent], labels.strategy[parent]
-        reshard = self.chain.reshard[u - 1, before, strategy]
-        price = 1 + self.potential.multipliers.time[stage]
-        lower = labels.lower[parent] + price * reshard + self.potential.node[u, stage, strategy]
+        time = labels.time[parent] + self.chain.reshard[u - 1, before, strategy] + self.chain.time[u, stage, strategy]
+        memory = labels.memory[parent] + self.chain.memory[u, stage, strategy]
         # most extensions die here, so the other sums are formed for the rest only
-        keep = np.flatnonzero(lower + self.potential.after[u, stage, strategy] <= self.upper + self.potential.constant)
-        parent, strategy, stage, reshard = parent[keep], strategy[keep], stage[keep], reshard[keep]
-        return self._finish(
-            u,
-            _Labels(
-                stage=stage,
-                origin=labels.origin[parent],
-                strategy=strategy,
-                parent=parent,
-                time=labels.time[parent] + reshard + self.chain.time[u, stage, strategy],
-                iteration=labels.iteration[parent] + self.chain.iteration[u, stage, strategy],
-                memory=labels.memory[parent] + self.chain.memory[u, stage, strategy],
-                lower=lower[keep],
-            ),
+        keep = np.flatnonzero((time <= self.guide.slowest) & (memory <= self.chain.capacity[stage]))
+        parent, strategy, stage = parent[keep], strategy[keep], stage[keep]
+        extended = _Labels(
+            stage=stage,
+            origin=labels.origin[parent],
+            strategy=strategy,
+            parent=labels.number[parent],
+            time=time[keep],
+            iteration=labels.iteration[parent] + self.chain.iteration[u, stage, strategy],
+            memory=memory[keep],
+            least=labels.least[parent],
         )
+        return self._passed(u, extended)
 
-    def _finish(self, u: int, labels: _Labels) -> _Labels:
-        """Drops what does not fit or cannot lead below `upper`; `lower` stays the distance so far."""
-        least = labels.lower + self.potential.after[u, labels.stage, labels.strategy] - self.potential.constant
-        keep = (
-            (least <= self.upper)
-            & np.isfinite(least)
-            & (labels.memory <= self.chain.capacity[labels.stage])
-            & (labels.time <= self.slowest)
-        )
-        for other in self.others:
-            keep &= self._least(other, u, labels) <= self.upper
-        return labels.take(np.flatnonzero(keep))
-
-    def _least(self, potential: Potentials, u: int, labels: _Labels) -> FloatArray:
-        """Bound of every label under other prices: those with memory to spare are judged best by a low price."""
+    def first(self, labels: _Labels) -> IntArray:
+        """First layer of every label's stage."""
         num_layers, _, num_strategies = self.chain.shape
-        prices, entry = potential.multipliers, labels.origin % num_strategies
-        first = labels.origin // num_strategies % num_layers
-        least: FloatArray = (
-            potential.start[first, labels.stage, entry]
-            + (1 + prices.time[labels.stage]) * labels.time
-            + prices.memory[labels.stage] * labels.memory
-            + potential.after[u, labels.stage, labels.strategy]
-            - potential.constant
-        )
-        if self.chain.has_iteration:
-            least += prices.iteration[labels.stage] * labels.iteration
-        return least
+        layers: IntArray = labels.origin // num_strategies % num_layers
+        return layers
+
+    def _passed(self, u: int, labels: _Labels) -> _Labels:
+        """The labels that fit and pass every test."""
+        fits = (labels.memory <= self.chain.capacity[labels.stage]) & (labels.time <= self.guide.slowest)
+        labels = labels.take(np.flatnonzero(fits))
+        for number, test in enumerate(self.guide.tests):
+            least = (
+                test.ahead[labels.stage, self.first(labels)]
+                + labels.time
+                + test.memory[labels.stage] * labels.memory
+                - test.spent[labels.stage]
+                + test.after[u, labels.stage, labels.strategy]
+            )
+            if self.chain.has_iteration and test.iteration.any():
+                least = least + test.iteration[labels.stage] * labels.iteration
+            if number == 0:
+                labels.least = least
+            keep = least <= test.limit
+            if not keep.all():
+                labels = labels.take(np.flatnonzero(keep))
+        return labels
 
     def thin(self, u: int, labels: _Labels) -> _Labels:
         """The non-dominated labels of each start, entry and exit."""
@@ -239,56 +225,47 @@ class _Growth:
 
 def grow_columns(
     chain: Chain,
-    potential: Potentials,
+    guide: Guide,
     *,
-    upper: float,
-    others: tuple[Potentials, ...] = (),
     expired: Callable[[], bool] = lambda: False,
     max_labels: int = MAX_LABELS,
 ) -> Columns:
-    """All columns that a plan below `upper` may use.
+    """All columns that a plan below the guide's limit may use.
 
     Args:
         chain: candidate.
-        potential: Lagrangian distances of the same candidate.
-        others: distances under other prices; a label must pass all of them.
-        upper: seconds; plans at or above it are of no interest.
+        guide: intervals, places and tests.
         expired: asked after every layer; True stops the growth and the result says that it is incomplete.
         max_labels: of one layer; beyond it the ones with the least bound are kept.
     """
-    growth = _Growth(
-        chain=chain,
-        potential=potential,
-        others=others,
-        upper=upper,
-        slowest=upper / chain.num_microbatches if chain.num_microbatches > 1 else np.inf,
-        alive=np.logical_and.reduce([p.through <= upper for p in (potential, *others)]),
-    )
+    num_layers, _, _ = chain.shape
+    widths = guide.allowed.shape[2] - np.argmax(guide.allowed[:, :, ::-1], axis=2)
+    last = np.where(guide.allowed.any(axis=2), np.arange(num_layers)[None, :] + widths - 1, -1)
+    growth = _Growth(chain=chain, guide=guide, furthest=last)
     parents, choices, done, complete = [], [], [], True
     labels: _Labels | None = None
-    for u in range(chain.shape[0]):
+    for u in range(num_layers):
         fresh = growth.begin(u)
         labels = fresh if labels is None else _joined(growth.extend(u, labels), fresh)
         labels = growth.thin(u, labels)
         if len(labels) > max_labels:
-            least = labels.lower + potential.after[u, labels.stage, labels.strategy]
-            labels, complete = labels.take(np.sort(np.argpartition(least, max_labels)[:max_labels])), False
+            labels, complete = labels.take(np.sort(np.argpartition(labels.least, max_labels)[:max_labels])), False
+        labels.number = np.arange(len(labels))
         parents.append(labels.parent)
         choices.append(labels.strategy)
-        done.append(_ended(chain, potential, u, labels, upper))
+        done.append(_ended(growth, u, labels))
         if expired():
             complete = False
             break
-    stage, first, last, entry, leave, time, iteration, lower, label = (np.concatenate(x) for x in zip(*done, strict=True))
+    stage, first, final, entry, leave, time, iteration, label = (np.concatenate(x) for x in zip(*done, strict=True))
     return Columns(
         stage=stage,
         first=first,
-        last=last,
+        last=final,
         entry=entry,
         leave=leave,
         time=time,
         iteration=iteration,
-        lower=lower,
         label=label,
         parents=tuple(parents),
         choices=tuple(choices),
@@ -296,21 +273,21 @@ def grow_columns(
     )
 
 
-def _ended(chain: Chain, potential: Potentials, u: int, labels: _Labels, upper: float) -> tuple[NDArray[np.generic], ...]:
+def _ended(growth: _Growth, u: int, labels: _Labels) -> tuple[NDArray[np.generic], ...]:
     """Labels of layer u whose stage may end there, as fields of `Columns`."""
-    num_layers, _, num_strategies = chain.shape
-    lower = labels.lower + potential.exit[u, labels.stage, labels.strategy] - potential.constant
-    index = np.flatnonzero((lower <= upper) & np.isfinite(lower))
+    num_strategies = growth.chain.shape[2]
+    first = growth.first(labels)
+    width = growth.guide.allowed.shape[2]
+    offset = np.minimum(u - first, width - 1)
+    index = np.flatnonzero((u - first < width) & growth.guide.allowed[labels.stage, first, offset])
     part = labels.take(index)
-    start = part.origin // num_strategies
     return (
         part.stage,
-        start % num_layers,
+        first[index],
         np.full(len(index), u),
         part.origin % num_strategies,
-        chain.out_class[u, part.strategy],
+        growth.chain.out_class[u, part.strategy],
         part.time,
         part.iteration,
-        lower[index],
         index,
     )

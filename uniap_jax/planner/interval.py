@@ -8,16 +8,18 @@ with a plan proves the candidate's optimum.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from uniap_jax.core.costs import Assignment, CostTables
-from uniap_jax.planner.bounds import Bound, Multipliers, Potentials, lagrangian_bound, potentials
+from uniap_jax.planner.baselines import layerwise_dp
+from uniap_jax.planner.bounds import Multipliers, lagrangian_bound, path_value
 from uniap_jax.planner.chain import Chain, chain_of
 from uniap_jax.planner.clock import Clock
 from uniap_jax.planner.columns import MAX_LABELS, grow_columns
 from uniap_jax.planner.infeasible import least_memory
+from uniap_jax.planner.intervals import Intervals, build_intervals, guide, widest
 from uniap_jax.planner.master import Network, Path, master_mip, network_of, path_of, search_paths, without_slow
 from uniap_jax.planner.mip_model import solve_mip
 
@@ -26,9 +28,6 @@ FIRST_TARGET = 1e-3
 
 TARGET_GROWTH = 6.0
 PROBE_LABELS = 2_000
-OTHER_PRICES = (0.5, 0.8, 0.93, 1.08, 1.25, 2.0)
-"""Shares of the memory price under which labels are judged as well."""
-
 ASCENT_STEPS = 40
 MASTER_COLUMNS = 3_000
 """Columns above which the master is left to the path search alone."""
@@ -66,99 +65,99 @@ class ChainRefinement:
     done: bool = False
     stuck: bool = False
     _chain: Chain | None = None
-    _bound: Bound | None = None
-    _potentials: tuple[Potentials, ...] = ()
-    _distance: float = FIRST_TARGET
+    _prices: Multipliers | None = None
+    _intervals: Intervals | None = None
     _value: float = np.inf
+    _base: float = 0.0
+    _distance: float = FIRST_TARGET
     _probed: bool = False
 
     @property
     def prices(self) -> Multipliers:
-        """Of the bound; only after the first step."""
-        assert self._bound is not None
-        return self._bound.prices
+        """Of the Lagrangian bound; only after the first step."""
+        assert self._prices is not None
+        return self._prices
 
     def step(self, *, upper: float, clock: Clock) -> None:
         """One refinement; plans at or above `upper` are of no interest."""
-        if self._bound is None:
-            self._ascend(upper, clock.expired)
+        if self._chain is None:
+            self._ascend(chain_of(self.tables), upper, clock.expired)
+        elif self._intervals is None:
+            self._measure(self._chain, upper)
         else:
-            self._aim(upper, clock.expired)
+            self._aim(self._chain, self._intervals, upper, clock.expired)
         if not self.done and self.lower >= upper:
             self.done = True
 
-    def _ascend(self, upper: float, expired: Callable[[], bool]) -> None:
-        self._chain = chain_of(self.tables)
-        self._bound = lagrangian_bound(self._chain, upper=upper, iterations=ASCENT_STEPS, expired=expired)
-        self.lower = max(self.lower, self._bound.lower)
-        if self._bound.plan is None and not least_memory(self.tables).fits:
+    def _ascend(self, chain: Chain, upper: float, expired: Callable[[], bool]) -> None:
+        bound = lagrangian_bound(chain, upper=upper, iterations=ASCENT_STEPS, expired=expired)
+        self._chain, self._prices = chain, bound.prices
+        self.lower = max(self.lower, bound.lower)
+        if bound.plan is None and not least_memory(self.tables).fits:
             self.lower = np.inf
         self.done = not np.isfinite(self.lower)
-        if self._bound.plan is not None:
-            stages, strategies = self._bound.plan
-            self.plan, self._value = Assignment(stage=tuple(stages), strategy=tuple(strategies)), self._bound.value
+        if bound.plan is not None:
+            stages, strategies = bound.plan
+            self._offer(Assignment(stage=tuple(stages), strategy=tuple(strategies)), bound.value)
 
-    def _aim(self, upper: float, expired: Callable[[], bool]) -> None:
+    def _measure(self, chain: Chain, upper: float) -> None:
+        """Interval bounds; how wide intervals may be follows from the best plan known."""
+        if not np.isfinite(min(upper, self._value)):
+            plan = layerwise_dp(self.tables)
+            if plan is not None:
+                self._offer(plan, path_value(chain, list(plan.stage), list(plan.strategy)))
+        ceiling, weight = min(upper, self._value), chain.num_microbatches - 1
+        fastest = float(chain.time.min(axis=(1, 2)).sum())
+        limit = (ceiling - fastest) / weight if weight else np.inf
+        self._intervals = build_intervals(chain, self.prices, width=widest(chain, limit))
+        self._base = self._intervals.bound(ceiling)[0]
+        self.lower = self._base = max(self.lower, self._base)
+
+    def _aim(self, chain: Chain, intervals: Intervals, upper: float, expired: Callable[[], bool]) -> None:
         """Columns up to the next target; the first failure looks for a good plan with few labels."""
-        assert self._chain is not None and self._bound is not None
-        if not self._potentials:
-            self._potentials = (potentials(self._chain, self._bound.prices),)
-        # the bound's own plan is worth finding again: it may be the optimum
         ceiling = min(upper, self._value * (1 + 1e-9))
-        target = ceiling if self._distance > 10 else min(self._bound.lower * (1 + self._distance) + 1e-12, ceiling)
-        path, proved, network = self._grow(target, expired, MAX_LABELS)
-        if path is not None:
-            self._accept(path, network)
-        if path is not None and proved:
-            self.lower, self.done = max(self.lower, path.value(network.count)), True
-        elif proved:
+        target = ceiling if self._distance > 10 else min(self._base * (1 + self._distance) + 1e-12, ceiling)
+        found = self._grow(chain, intervals, target, expired, MAX_LABELS)
+        if found.value < np.inf and found.proved:
+            self.lower, self.done = max(self.lower, found.value), True
+        elif found.proved:
             self.lower = max(self.lower, target)
             self.done = target >= ceiling
             self._distance *= TARGET_GROWTH
         elif self._probed:
-            self.stuck = path is None or path.value(network.count) >= ceiling * (1 - 1e-6)
+            self.stuck = found.value >= ceiling * (1 - 1e-6)
         if not (self.done or self.stuck or self._probed):
-            self._probe(upper, expired)
-
-    def _probe(self, upper: float, expired: Callable[[], bool]) -> None:
-        """Other prices for stricter pruning, and a plan from a growth with few labels, which caps later targets."""
-        assert self._chain is not None and self._bound is not None
-        self._probed = True
-        prices = self._bound.prices
-        if prices.memory.any():
-            self._potentials += tuple(
-                potentials(self._chain, replace(prices, memory=prices.memory * share)) for share in OTHER_PRICES
-            )
-        path, _, network = self._grow(min(upper, self._value), expired, PROBE_LABELS)
-        if path is not None:
-            self._accept(path, network)
+            self._probed = True
+            self._grow(chain, intervals, min(upper, self._value), expired, PROBE_LABELS)
 
     def _grow(
-        self, target: float, expired: Callable[[], bool], max_labels: int
-    ) -> tuple[Path | None, bool, Network]:
-        """Best path of columns up to the target, and whether nothing below the target is missing."""
-        assert self._chain is not None
-        columns = grow_columns(
-            self._chain,
-            self._potentials[0],
-            others=self._potentials[1:],
-            upper=target,
-            expired=expired,
-            max_labels=max_labels,
-        )
-        network = network_of(self._chain, columns)
+        self, chain: Chain, intervals: Intervals, target: float, expired: Callable[[], bool], max_labels: int
+    ) -> _Found:
+        """The best plan up to the target, and whether none below the target is missing."""
+        way = guide(chain, intervals, self.prices, upper=target)
+        if way is None:
+            return _Found(value=np.inf, proved=True)
+        columns = grow_columns(chain, way, expired=expired, max_labels=max_labels)
+        network = network_of(chain, columns)
         path, finished = search_paths(network, upper=target * (1 + 1e-12), expired=expired)
-        return path, columns.complete and finished, network
+        value = np.inf if path is None else path.value(network.count)
+        if path is not None:
+            self._offer(assignment_of(network, path), value)
+        return _Found(value=value, proved=columns.complete and finished)
 
-    def _accept(self, path: Path, network: Network) -> None:
-        if self.plan is None or path.value(network.count) < self._value:
-            self.plan = assignment_of(network, path)
-        self._value = min(self._value, path.value(network.count))
+    def _offer(self, plan: Assignment, value: float) -> None:
+        if self.plan is None or value < self._value:
+            self.plan = plan
+        self._value = min(self._value, value)
 
 
-def confirm_by_master(
-    tables: CostTables, *, value: float, time_limit_s: float
-) -> tuple[Assignment | None, str, str]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Found:
+    value: float
+    proved: bool
+
+
+def confirm_by_master(tables: CostTables, *, value: float, time_limit_s: float) -> tuple[Assignment | None, str, str]:
     """Solves the master over the columns that could still beat or equal a plan, as a MIP in a child process.
 
     Args:
@@ -169,16 +168,20 @@ def confirm_by_master(
     Returns:
         the master's assignment (None without one), the solver's name ("" where it was not used) and a note.
     """
-    chain = chain_of(tables)
-    bound = lagrangian_bound(chain, upper=value, iterations=ASCENT_STEPS)
-    columns = grow_columns(chain, potentials(chain, bound.prices), upper=value * (1 + 1e-7))
-    network = network_of(chain, columns)
-    network = without_slow(network, upper=value * (1 + 1e-7))
+    chain, upper = chain_of(tables), value * (1 + 1e-7)
+    clock = Clock(limit_s=time_limit_s)
+    prices = lagrangian_bound(chain, upper=value, iterations=ASCENT_STEPS).prices
+    limit = (upper - float(chain.time.min(axis=(1, 2)).sum())) / max(chain.num_microbatches - 1, 1e-9)
+    way = guide(chain, build_intervals(chain, prices, width=widest(chain, limit)), prices, upper=upper)
+    if way is None:
+        return None, "", "the master could not be rebuilt around the plan; the path search stands"
+    columns = grow_columns(chain, way, expired=clock.expired)
+    network = without_slow(network_of(chain, columns), upper=upper)
     size = sum(len(members) for members in network.by_stage)
-    if size > MASTER_COLUMNS:
+    if size > MASTER_COLUMNS or not columns.complete:
         return None, "", f"the master of {size} columns was left to the path search"
     model, kept = master_mip(network)
-    answer = solve_mip(model, time_limit_s=min(time_limit_s, MASTER_TIME_S))
+    answer = solve_mip(model, time_limit_s=min(clock.left(), MASTER_TIME_S))
     if answer.status == "failed":
         return None, "", f"CBC was of no help ({answer.reason}); the path search over the same columns stands"
     if answer.status == "infeasible":

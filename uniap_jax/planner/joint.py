@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 from uniap_jax.core.costs import Assignment, CostTables, evaluate
-from uniap_jax.planner.bounds import potentials
 from uniap_jax.planner.chain import chain_of, has_spine
 from uniap_jax.planner.clock import Clock
 from uniap_jax.planner.columns import grow_columns
 from uniap_jax.planner.infeasible import least_memory
 from uniap_jax.planner.interval import ChainRefinement
+from uniap_jax.planner.intervals import build_intervals, guide
 from uniap_jax.planner.literal import LiteralModel
 from uniap_jax.planner.mcmc import polish
 from uniap_jax.planner.mip_model import MipAnswer, MipModel, solve_mip
@@ -193,11 +193,13 @@ class HybridRefinement:
     def _hybrid(self, tables: CostTables, upper: float) -> tuple[MipModel, Reader]:
         """F4 over the places and intervals that the chain's potentials leave below the limit."""
         assert self._chain is not None
-        chain, prices = chain_of(tables), self._chain.prices
-        potential = potentials(chain, prices)
-        joint = joint_model(tables, live=live_nodes(tables) & (potential.through <= upper), upper=upper)
-        if tables.candidate.num_stages > 1:
-            columns = grow_columns(chain, potential, upper=upper, max_labels=MAX_INTERVAL_LABELS)
+        chain, prices, stages = chain_of(tables), self._chain.prices, tables.candidate.num_stages
+        width = tables.num_layers - stages + 1
+        way = guide(chain, build_intervals(chain, prices, width=width), prices, upper=upper)
+        live = live_nodes(tables)
+        joint = joint_model(tables, live=live if way is None else live & way.live, upper=upper)
+        if stages > 1 and way is not None:
+            columns = grow_columns(chain, way, max_labels=MAX_INTERVAL_LABELS)
             if columns.complete:
                 add_intervals(joint, tables, columns)
         return joint.model, joint.assignment

@@ -132,7 +132,7 @@ def scatter(use: Use) -> list[Dims]:
     return [operand]
 
 
-_ELEMENTWISE = """
+_ELEMENTWISE_NAMES = """
     abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt ceil
     clamp clz complex conj convert_element_type copy copy_p copysign cos cosh digamma div eq eq_to erf erf_inv erfc
     exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac imag integer_pow is_finite le le_to lgamma log log1p
@@ -149,13 +149,15 @@ _SCATTERS = """
     scatter_max
 """
 
+ELEMENTWISE = frozenset(_ELEMENTWISE_NAMES.split())
+
 
 def _all(names: str, rule: Rule) -> dict[str, Rule]:
     return dict.fromkeys(names.split(), rule)
 
 
 _RULES: dict[str, Rule] = {
-    **_all(_ELEMENTWISE, shape.elementwise),
+    **_all(_ELEMENTWISE_NAMES, shape.elementwise),
     **_all(_REDUCTIONS, shape.reduction),
     **_all(_ALONG, shape.along_axis),
     **_all(_RESIZED, shape.resized),

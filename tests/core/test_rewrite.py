@@ -1,0 +1,172 @@
+"""Projections merged under tensor parallelism: Megatron's reductions, the numbers of one device."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from dims_blocks import ACTIVATION, BLOCKS, FUSED, HEADS, B, Block, E, F, S, fused_split, gpt, swiglu
+from dims_support import collectives, compile_sharded, make_layer, mesh_4x2
+from uniap_jax.core.dims import tensor_split
+from uniap_jax.core.rewrite import tensor_rewrite
+
+LOCAL = (ACTIVATION[0] // 4, *ACTIVATION[1:])
+REWRITTEN = ["gpt", "gqa", "gqa_grouped", "rope", "fused_kv", "relative_bias", "swiglu"]
+LEFT_ALONE = ["mqa", "fused_by_head", "embed", "bottleneck", "experts", "scanned", "rematted", *HEADS]
+ALL = {**BLOCKS, **HEADS, **FUSED}
+
+
+def both_ways(block, jaxpr):
+    """Compiled forward and backward of a layer under tensor=2, and its (output, gradients)."""
+    args, n, m = block.arguments(), len(block.params), len(block.operands)
+    mesh, batch = mesh_4x2(), block.batch_dims()
+    dims = [*tensor_split(block.layer(), 2).params, *([None] * (m + len(block.reads)))]
+    wanted = [i for i in range(len(args)) if i < n or i >= n + m]
+
+    def run(cotangent, *args):
+        def f(*some):
+            full = dict(enumerate(args)) | dict(zip(wanted, some, strict=True))
+            return jax.core.eval_jaxpr(jaxpr.jaxpr, jaxpr.consts, *full.values())[0]
+
+        out, pull = jax.vjp(f, *[args[i] for i in wanted])
+        return out, [_pinned(g, dims[i], batch[i], mesh) for i, g in zip(wanted, pull(cotangent), strict=True)]
+
+    shape = jaxpr.out_avals[0].shape
+    cotangent = np.random.default_rng(1).normal(size=shape).astype(np.float32)
+    batch_of_output = 0 if shape else None
+    compiled, placed = compile_sharded(run, [cotangent, *args], [None, *dims], [batch_of_output, *batch], mesh)
+    return compiled.as_text(), jax.tree.leaves(compiled(*placed)), jax.tree.leaves(jax.jit(run)(cotangent, *args))
+
+
+def _pinned(x, tensor, data, mesh):
+    spec = PartitionSpec(*["tensor" if d == tensor else "data" if d == data else None for d in range(x.ndim)])
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+
+def rewrite(layer):
+    return tensor_rewrite(layer, 2, mesh_4x2(), ("tensor",))
+
+
+def close(got, want):
+    for a, b in zip(got, want, strict=True):
+        assert np.abs(np.asarray(a) - np.asarray(b)).max() <= 5e-6 * np.abs(np.asarray(b)).max()
+
+
+@pytest.mark.parametrize("name", REWRITTEN)
+def test_reductions_of_forward_and_backward_are_megatrons(name):
+    """Two all-reduces of one activation per block half, in bytes too."""
+    block = BLOCKS[name]
+    hlo, got, want = both_ways(block, rewrite(block.layer()))
+    moved = collectives(hlo, "tensor")
+    assert [(c.op, c.shape) for c in moved] == [("all-reduce", LOCAL)] * (2 * block.reduced)
+    close(got, want)
+    plain, _, one_device = both_ways(block, block.layer().jaxpr)
+    assert sum(c.nbytes for c in moved) < sum(c.nbytes for c in collectives(plain, "tensor"))
+    close(got, one_device)
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_fused_projections_move_no_activation_but_the_reductions(name):
+    """The one thing more is the gradient of the fused weight, gathered because that weight is stored whole."""
+    block = FUSED[name]
+    hlo, got, want = both_ways(block, rewrite(block.layer()))
+    moved = collectives(hlo, "tensor")
+    reduced = [c for c in moved if c.op == "all-reduce"]
+    assert [c.shape for c in reduced] == [LOCAL] * 2
+    fused = sum(4 * int(np.prod(block.params[p])) for p, _, _ in block.views)
+    rest = [c for c in moved if c not in reduced]
+    assert {c.op for c in rest} == {"all-gather"}
+    assert sum(c.nbytes for c in rest) == fused
+    close(got, want)
+    close(got, both_ways(block, block.layer().jaxpr)[2])
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_forward_of_a_fused_projection_only_reduces(name):
+    block = FUSED[name]
+    jaxpr = rewrite(block.layer())
+    dims = [*block.dims, *([None] * (len(block.operands) + 1))]
+    f = lambda *args: jax.core.eval_jaxpr(jaxpr.jaxpr, jaxpr.consts, *args)  # noqa: E731
+    compiled, _ = compile_sharded(f, block.arguments(), dims, block.batch_dims(), mesh_4x2())
+    assert [(c.op, c.shape) for c in collectives(compiled.as_text(), "tensor")] == [("all-reduce", LOCAL)]
+
+
+@pytest.mark.parametrize("name", LEFT_ALONE)
+def test_nothing_to_merge_leaves_the_jaxpr_itself(name):
+    layer = ALL[name].layer()
+    assert rewrite(layer) is layer.jaxpr
+
+
+def test_an_illegal_or_whole_layer_is_left_alone():
+    layer = BLOCKS["gqa"].layer()
+    assert tensor_rewrite(layer, 1, mesh_4x2(), ()) is layer.jaxpr
+    norm_only = make_layer(lambda g, x: g * x, [np.ones(E, np.float32)], reads=[np.ones((B, S, E), np.float32)])
+    assert rewrite(norm_only) is norm_only.jaxpr
+
+
+def checkpointed(*args):
+    return jax.checkpoint(gpt)(*args)
+
+
+def scanned_swiglu(gate, up, down, x):
+    return jax.lax.scan(lambda c, w: (c + swiglu(*w, c), None), x, (gate, up, down))[0]
+
+
+def cast_twice(gate, up, down, x):
+    """Each projection casts its input for itself, as flax layers with a dtype do."""
+    half = jnp.bfloat16
+    h = jax.nn.silu(x.astype(half) @ gate.astype(half)) * (x.astype(half) @ up.astype(half))
+    return (h @ down.astype(half)).astype(jnp.float32)
+
+
+def inside_jit(gate, up, down, x):
+    return jax.jit(swiglu)(gate, up, down, x)
+
+
+def cast_fused(w, b, wo, mask, x):
+    return fused_split(w.T.T * 2.0, b, wo, mask, x)
+
+
+WRAPPED = {
+    "remat": (
+        Block(checkpointed, BLOCKS["gpt"].params, (), operands=BLOCKS["gpt"].operands),
+        5,
+    ),  # attention is recomputed
+    "scan": (Block(scanned_swiglu, ((3, E, F), (3, E, F), (3, F, E)), ()), 2),
+    "jit": (Block(inside_jit, BLOCKS["swiglu"].params, ()), 2),
+    "weight made before use": (
+        Block(cast_fused, FUSED["fused_split"].params, (), operands=(BLOCKS["gpt"].operands)),
+        2,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+def test_bodies_of_calls_and_loops_are_rewritten(name):
+    block, reductions = WRAPPED[name]
+    jaxpr = rewrite(block.layer())
+    assert jaxpr is not block.layer().jaxpr
+    hlo, got, want = both_ways(block, jaxpr)
+    moved = [c for c in collectives(hlo, "tensor") if c.shape == LOCAL]
+    assert [c.op for c in moved] == ["all-reduce"] * reductions
+    close(got, want)
+    close(got, both_ways(block, block.layer().jaxpr)[2])
+
+
+def test_inputs_cast_separately_count_as_one():
+    block = Block(cast_twice, BLOCKS["swiglu"].params, ())
+    jaxpr = rewrite(block.layer())
+    dots = [e for e in jaxpr.jaxpr.eqns if e.primitive.name == "dot_general"]
+    assert len(dots) == 2
+    assert [a.dtype for a in jaxpr.out_avals] == [np.float32]
+
+
+def test_rewritten_jaxpr_takes_and_returns_what_the_layer_does():
+    layer = BLOCKS["gpt"].layer()
+    jaxpr = rewrite(layer)
+    for ours, theirs in ((jaxpr.in_avals, layer.jaxpr.in_avals), (jaxpr.out_avals, layer.jaxpr.out_avals)):
+        assert [(a.shape, a.dtype) for a in ours] == [(a.shape, a.dtype) for a in theirs]
+    assert not jaxpr.consts

@@ -59,14 +59,14 @@ def with_gradients(graph: LayerGraph) -> LayerGraph:
     loss_value = graph.values[graph.results[0]]
     outputs = (Value(shape=(), dtype=loss_value.dtype, name="loss"), *graph.params)
 
+    with_grads = replace(
+        step,
+        update=jax.make_jaxpr(update)(*shapes),
+        outputs=(*step.outputs, *outputs),
+        output_leaf=(*step.output_leaf, *([None] * extra)),
+        flatten=lambda state, batch: (list(state), list(batch)),
+        unflatten=lambda outputs, *_: list(outputs),
+    )
     return replace(
-        graph,
-        step=replace(
-            step,
-            update=jax.make_jaxpr(update)(*shapes),
-            outputs=(*step.outputs, *outputs),
-            output_leaf=(*step.output_leaf, *([None] * extra)),
-            flatten=lambda state, batch: (list(state), list(batch)),
-            unflatten=lambda outputs, *_: list(outputs),
-        ),
+        graph, step=with_grads, microbatch=lambda count: replace(graph.microbatch(count), step=with_grads)
     )

@@ -9,7 +9,7 @@ import numpy as np
 
 from uniap_jax.core.costs import MEMORY_TOLERANCE, Assignment, CostTables, FloatArray
 from uniap_jax.core.errors import OptionError
-from uniap_jax.planner.columns import IntArray
+from uniap_jax.planner.chain import IntArray
 
 MAX_GRID = 3_000_000
 """Most strategy combinations; larger candidates are refused."""

@@ -6,8 +6,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 
 from uniap_jax.core.costs import MEMORY_TOLERANCE, CostTables, FloatArray
+
+IntArray = NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -47,20 +50,33 @@ class Chain:
         return bool(self.iteration.any())
 
     @cached_property
-    def out_class(self) -> FloatArray:
+    def kinds(self) -> IntArray:
+        """[layers] equal for layers with equal costs on all stages and equal edges on both sides."""
+        known: dict[tuple[bytes, ...], int] = {}
+        edges = [_edge_key(self.reshard[u], self.cross[u]) for u in range(self.shape[0] - 1)]
+        rows = zip(self.time, self.iteration, self.memory, [b"", *edges], [*edges, b""], strict=True)
+        keys = [(t.tobytes(), g.tobytes(), m.tobytes(), before, after) for t, g, m, before, after in rows]
+        return np.array([known.setdefault(key, len(known)) for key in keys])
+
+    @cached_property
+    def out_class(self) -> IntArray:
         """[layers, strategies] strategies with equal costs towards the next layer share the smallest index."""
         return _classes([self.reshard, self.cross], axis=1, num_layers=self.shape[0], offset=0)
 
     @cached_property
-    def in_class(self) -> FloatArray:
+    def in_class(self) -> IntArray:
         """[layers, strategies] strategies with equal costs from the previous stage share the smallest index."""
         return _classes([self.cross], axis=2, num_layers=self.shape[0], offset=1)
 
 
-def _classes(matrices: list[FloatArray], *, axis: int, num_layers: int, offset: int) -> FloatArray:
+def _edge_key(reshard: FloatArray, cross: FloatArray) -> bytes:
+    return reshard.tobytes() + cross.tobytes()
+
+
+def _classes(matrices: list[FloatArray], *, axis: int, num_layers: int, offset: int) -> IntArray:
     num_strategies = matrices[0].shape[1]
     classes = np.zeros((num_layers, num_strategies), dtype=np.int64)
-    known: dict[bytes, FloatArray] = {}
+    known: dict[bytes, IntArray] = {}
     for edge in range(num_layers - 1):
         parts = [m[edge] if axis == 1 else m[edge].T for m in matrices]
         rows = np.ascontiguousarray(np.concatenate(parts, axis=1))

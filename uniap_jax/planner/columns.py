@@ -1,10 +1,10 @@
 """Stage columns: every way to run layers [a, b) on one stage that could still be part of a better plan.
 
-Label setting. A label is a partial stage: where it starts, how it is entered, the last strategy, and three sums (time,
-once-per-step time, memory). Labels are extended layer by layer on all stages at once and dropped when they do not fit,
-when the guide's tests prove that no plan through them beats its limit, or when another label with the same start,
-entry and exit is no worse in all three sums. Nothing else is dropped, so the columns hold an optimal plan if any plan
-is below the limit.
+Label setting. A label is a partial stage: the layers it holds, how it is entered, the last strategy, and three sums
+(time, once-per-step time, memory). All labels grow by one layer at a time, on all stages at once. Starts from which the
+layers look the same share their labels, so equal blocks cost once. Labels are dropped when they do not fit, when the
+guide's tests prove that no plan through them beats its limit, or when another label of the same layers, entry and exit
+is no worse in all three sums. Nothing else is dropped, so the columns hold an optimal plan if any is below the limit.
 """
 
 from __future__ import annotations
@@ -15,17 +15,15 @@ from dataclasses import dataclass, field, fields
 import numpy as np
 from numpy.typing import NDArray
 
-from uniap_jax.core.costs import FloatArray
-from uniap_jax.planner.chain import Chain
-from uniap_jax.planner.intervals import Guide
-
-IntArray = NDArray[np.int64]
+from uniap_jax.core.costs import BoolArray, FloatArray
+from uniap_jax.planner.chain import Chain, IntArray
+from uniap_jax.planner.intervals import Guide, Test
 
 LOOK_BACK = 48
 """Labels of the same group that each label is compared with when there are three sums."""
 
 MAX_LABELS = 150_000
-"""Labels of one layer beyond which the worst are dropped and the answer no longer proves anything."""
+"""Labels of one length beyond which the worst are dropped and the answer no longer proves anything."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -40,9 +38,9 @@ class Columns:
         leave: class of the last layer's strategy, as seen from the next stage.
         time: seconds per micro-batch.
         iteration: seconds per step.
-        label: position among the labels of layer `last`, for `strategies`.
-        parents: per layer, for every label the label of the previous layer it extends, or -1.
-        choices: per layer, for every label its strategy.
+        label: position among the labels of its length, for `strategies`.
+        parents: per length, for every label the label that it extends by a layer, or -1.
+        choices: per length, for every label its last strategy.
         complete: False where labels had to be dropped for lack of room or time.
     """
 
@@ -61,41 +59,35 @@ class Columns:
     def strategies(self, column: int) -> list[int]:
         """Strategies of the layers of a column, first to last."""
         found, label = [], int(self.label[column])
-        for u in range(int(self.last[column]), int(self.first[column]) - 1, -1):
-            found.append(int(self.choices[u][label]))
-            label = int(self.parents[u][label])
+        for d in range(int(self.last[column] - self.first[column]), -1, -1):
+            found.append(int(self.choices[d][label]))
+            label = int(self.parents[d][label])
         return found[::-1]
 
 
 @dataclass(slots=True, eq=False)
 class _Labels:
-    """Labels of one layer; `origin` numbers (stage, first layer, entry class), `least` is the bound that ranks them."""
+    """Labels of one length; `node` says which layers, `least` is the bound that ranks them."""
 
     stage: IntArray
-    origin: IntArray
+    node: IntArray
+    entry: IntArray
     strategy: IntArray
     parent: IntArray
     time: FloatArray
     iteration: FloatArray
     memory: FloatArray
-    least: FloatArray
-    number: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    least: FloatArray = field(default_factory=lambda: np.zeros(0))
 
     def __post_init__(self) -> None:
-        if len(self.number) != len(self.stage):
-            self.number = np.arange(len(self.stage))
+        if len(self.least) != len(self.stage):
+            self.least = np.zeros(len(self.stage))
 
     def __len__(self) -> int:
         return len(self.stage)
 
     def take(self, index: NDArray[np.generic]) -> _Labels:
-        """A selection; `number` still says where they stood."""
         return _Labels(*(getattr(self, f.name)[index] for f in fields(self)))
-
-
-def _joined(a: _Labels, b: _Labels) -> _Labels:
-    names = [f.name for f in fields(_Labels) if f.name != "number"]
-    return _Labels(*(np.concatenate([getattr(a, n), getattr(b, n)]) for n in names))
 
 
 def front_of_two(group: IntArray, time: FloatArray, memory: FloatArray) -> IntArray:
@@ -136,79 +128,121 @@ def _front(group: IntArray, labels: _Labels, *, three: bool) -> IntArray:
     return _front_of_three(group, labels) if three else front_of_two(group, labels.time, labels.memory)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Level:
+    """Intervals of one length, gathered into nodes of equal content.
+
+    Attributes:
+        length: layers less one.
+        node: [starts] of the interval that begins at each layer.
+        order: starts sorted by node.
+        bounds: [nodes] where each node begins in `order`.
+        layer: [nodes] last layer of one of its intervals.
+        parent: [nodes] node of the interval one layer shorter.
+        useful: [nodes, stages] whether some interval of it, or a longer one, is allowed.
+        live: [nodes, stages, strategies] places of the last layer.
+        rest: per test, [nodes, stages, strategies] least of ahead + after over the node's intervals.
+    """
+
+    length: int
+    node: IntArray
+    order: IntArray
+    bounds: IntArray
+    layer: IntArray
+    parent: IntArray
+    useful: BoolArray
+    live: BoolArray
+    rest: tuple[FloatArray, ...]
+
+
+def _level(chain: Chain, guide: Guide, possible: BoolArray, length: int, shorter: IntArray | None) -> _Level:
+    kind = chain.kinds[length:]
+    key = kind if shorter is None else shorter[: len(kind)] * (int(chain.kinds.max()) + 1) + kind
+    _, first, node = np.unique(key, return_index=True, return_inverse=True)
+    order = np.argsort(node, kind="stable")
+    bounds = np.searchsorted(node[order], np.arange(len(first)))
+    open_starts = possible[:, : len(kind), length].T
+    useful = np.logical_or.reduceat(open_starts[order], bounds, axis=0)
+    rest = tuple(_rest(test, open_starts, order, bounds, length) for test in guide.tests)
+    layer = first + length
+    live = np.isfinite(rest[0]) & np.isfinite(chain.time[layer])
+    parent = np.full(len(first), -1) if shorter is None else shorter[first]
+    return _Level(
+        length=length, node=node, order=order, bounds=bounds, layer=layer, parent=parent, useful=useful, live=live, rest=rest
+    )
+
+
+def _rest(test: Test, open_starts: BoolArray, order: IntArray, bounds: IntArray, length: int) -> FloatArray:
+    """Least of ahead + after over the intervals of every node that may still be used."""
+    starts = len(open_starts)
+    ahead = np.where(open_starts, test.ahead[:, :starts].T, np.inf)
+    both = ahead[:, :, None] + test.after[length : length + starts]
+    least: FloatArray = np.minimum.reduceat(both[order], bounds, axis=0)
+    return least
+
+
 @dataclass(slots=True, eq=False)
 class _Growth:
-    """The label setting of one candidate, a layer at a time."""
+    """The label setting of one candidate."""
 
     chain: Chain
     guide: Guide
-    furthest: IntArray
 
-    def begin(self, u: int) -> _Labels:
-        """Labels of stages that start at layer u."""
-        starting = self.guide.allowed[:, u].any(axis=1)
-        stage, strategy = np.nonzero(self.guide.live[u] & starting[:, None])
-        entry = self.chain.in_class[u, strategy]
-        num_layers, _, num_strategies = self.chain.shape
+    def begin(self, level: _Level) -> _Labels:
+        """Labels of one layer."""
+        node, stage, strategy = np.nonzero(level.live & level.useful[:, :, None])
+        layer = level.layer[node]
         labels = _Labels(
             stage=stage,
-            origin=(stage * num_layers + u) * num_strategies + entry,
+            node=node,
+            entry=self.chain.in_class[layer, strategy],
             strategy=strategy,
             parent=np.full(len(stage), -1),
-            time=self.chain.time[u, stage, strategy],
-            iteration=self.chain.iteration[u, stage, strategy],
-            memory=self.chain.memory[u, stage, strategy],
-            least=np.zeros(len(stage)),
+            time=self.chain.time[layer, stage, strategy],
+            iteration=self.chain.iteration[layer, stage, strategy],
+            memory=self.chain.memory[layer, stage, strategy],
         )
-        return self._passed(u, labels)
+        return self._passed(level, labels)
 
-    def extend(self, u: int, labels: _Labels) -> _Labels:
-        """Every label of layer u - 1 with every live strategy of layer u on the same stage."""
-        labels = labels.take(np.flatnonzero(self.furthest[labels.stage, self.first(labels)] >= u))
-        stages, strategies = np.nonzero(self.guide.live[u])
-        begin = np.searchsorted(stages, labels.stage, side="left")
-        count = np.searchsorted(stages, labels.stage, side="right") - begin
-        parent = np.repeat(np.arange(len(labels)), count)
-        offset = np.arange(len(parent)) - np.repeat(np.cumsum(count) - count, count)
-        strategy = strategies[np.repeat(begin, count) + offset]
-        stage, before = labels.stage[parent], labels.strategy[parent]
-        time = labels.time[parent] + self.chain.reshard[u - 1, before, strategy] + self.chain.time[u, stage, strategy]
-        memory = labels.memory[parent] + self.chain.memory[u, stage, strategy]
+    def extend(self, level: _Level, labels: _Labels) -> _Labels:
+        """Every label with every live strategy of every layer that can follow."""
+        order = np.argsort(level.parent, kind="stable")
+        parent, child = _pairs(labels.node, level.parent[order])
+        child = order[child]
+        keep = np.flatnonzero(level.useful[child, labels.stage[parent]])
+        parent, child = parent[keep], child[keep]
+        num_stages = level.useful.shape[1]
+        nodes, stages, strategies = np.nonzero(level.live)
+        row, place = _pairs(child * num_stages + labels.stage[parent], nodes * num_stages + stages)
+        parent, child, strategy = parent[row], child[row], strategies[place]
+        stage, layer = labels.stage[parent], level.layer[child]
+        reshard = self.chain.reshard[layer - 1, labels.strategy[parent], strategy]
+        time = labels.time[parent] + reshard + self.chain.time[layer, stage, strategy]
+        memory = labels.memory[parent] + self.chain.memory[layer, stage, strategy]
         # most extensions die here, so the other sums are formed for the rest only
         keep = np.flatnonzero((time <= self.guide.slowest) & (memory <= self.chain.capacity[stage]))
-        parent, strategy, stage = parent[keep], strategy[keep], stage[keep]
+        parent, child, strategy, stage, layer = (x[keep] for x in (parent, child, strategy, stage, layer))
         extended = _Labels(
             stage=stage,
-            origin=labels.origin[parent],
+            node=child,
+            entry=labels.entry[parent],
             strategy=strategy,
-            parent=labels.number[parent],
+            parent=parent,
             time=time[keep],
-            iteration=labels.iteration[parent] + self.chain.iteration[u, stage, strategy],
+            iteration=labels.iteration[parent] + self.chain.iteration[layer, stage, strategy],
             memory=memory[keep],
-            least=labels.least[parent],
         )
-        return self._passed(u, extended)
+        return self._passed(level, extended)
 
-    def first(self, labels: _Labels) -> IntArray:
-        """First layer of every label's stage."""
-        num_layers, _, num_strategies = self.chain.shape
-        layers: IntArray = labels.origin // num_strategies % num_layers
-        return layers
-
-    def _passed(self, u: int, labels: _Labels) -> _Labels:
+    def _passed(self, level: _Level, labels: _Labels) -> _Labels:
         """The labels that fit and pass every test."""
         fits = (labels.memory <= self.chain.capacity[labels.stage]) & (labels.time <= self.guide.slowest)
         labels = labels.take(np.flatnonzero(fits))
-        for number, test in enumerate(self.guide.tests):
-            least = (
-                test.ahead[labels.stage, self.first(labels)]
-                + labels.time
-                + test.memory[labels.stage] * labels.memory
-                - test.spent[labels.stage]
-                + test.after[u, labels.stage, labels.strategy]
-            )
+        for number, (test, rest) in enumerate(zip(self.guide.tests, level.rest, strict=True)):
+            least = rest[labels.node, labels.stage, labels.strategy] - test.spent[labels.stage]
+            least += labels.time + test.memory[labels.stage] * labels.memory
             if self.chain.has_iteration and test.iteration.any():
-                least = least + test.iteration[labels.stage] * labels.iteration
+                least += test.iteration[labels.stage] * labels.iteration
             if number == 0:
                 labels.least = least
             keep = least <= test.limit
@@ -216,11 +250,43 @@ class _Growth:
                 labels = labels.take(np.flatnonzero(keep))
         return labels
 
-    def thin(self, u: int, labels: _Labels) -> _Labels:
-        """The non-dominated labels of each start, entry and exit."""
+    def thin(self, level: _Level, labels: _Labels) -> _Labels:
+        """The non-dominated labels of each node, entry and exit."""
         num_strategies = self.chain.shape[2]
-        group = labels.origin * num_strategies + self.chain.out_class[u, labels.strategy]
+        leave = self.chain.out_class[level.layer[labels.node], labels.strategy]
+        group = ((labels.stage * len(level.layer) + labels.node) * num_strategies + labels.entry) * num_strategies + leave
         return labels.take(_front(group, labels, three=self.chain.has_iteration))
+
+    def ended(self, level: _Level, labels: _Labels) -> tuple[NDArray[np.generic], ...]:
+        """Labels whose stage may end here, once for every place of their node, as fields of `Columns`."""
+        leave = self.chain.out_class[level.layer[labels.node], labels.strategy]
+        num_strategies = self.chain.shape[2]
+        group = ((labels.stage * len(level.layer) + labels.node) * num_strategies + labels.entry) * num_strategies + leave
+        # memory has done its work: between the same ends only the fast ones matter
+        best = np.sort(front_of_two(group, labels.time, labels.iteration))
+        row, place = _pairs(labels.node[best], level.node[level.order])
+        index, first = best[row], level.order[place]
+        keep = np.flatnonzero(self.guide.allowed[labels.stage[index], first, level.length])
+        index, first = index[keep], first[keep]
+        return (
+            labels.stage[index],
+            first,
+            first + level.length,
+            labels.entry[index],
+            leave[index],
+            labels.time[index],
+            labels.iteration[index],
+            index,
+        )
+
+
+def _pairs(keys: IntArray, sorted_keys: IntArray) -> tuple[IntArray, IntArray]:
+    """All (i, j) with keys[i] == sorted_keys[j]."""
+    begin = np.searchsorted(sorted_keys, keys, side="left")
+    count = np.searchsorted(sorted_keys, keys, side="right") - begin
+    row = np.repeat(np.arange(len(keys)), count)
+    offset = np.arange(len(row)) - np.repeat(np.cumsum(count) - count, count)
+    return row, np.repeat(begin, count) + offset
 
 
 def grow_columns(
@@ -235,33 +301,33 @@ def grow_columns(
     Args:
         chain: candidate.
         guide: intervals, places and tests.
-        expired: asked after every layer; True stops the growth and the result says that it is incomplete.
-        max_labels: of one layer; beyond it the ones with the least bound are kept.
+        expired: asked after every length; True stops the growth and the result says that it is incomplete.
+        max_labels: of one length; beyond it the ones with the least bound are kept.
     """
-    num_layers, _, _ = chain.shape
-    widths = guide.allowed.shape[2] - np.argmax(guide.allowed[:, :, ::-1], axis=2)
-    last = np.where(guide.allowed.any(axis=2), np.arange(num_layers)[None, :] + widths - 1, -1)
-    growth = _Growth(chain=chain, guide=guide, furthest=last)
+    growth = _Growth(chain=chain, guide=guide)
+    possible = np.logical_or.accumulate(guide.allowed[:, :, ::-1], axis=2)[:, :, ::-1]
     parents, choices, done, complete = [], [], [], True
     labels: _Labels | None = None
-    for u in range(num_layers):
-        fresh = growth.begin(u)
-        labels = fresh if labels is None else _joined(growth.extend(u, labels), fresh)
-        labels = growth.thin(u, labels)
+    shorter: IntArray | None = None
+    for length in range(guide.allowed.shape[2]):
+        level = _level(chain, guide, possible, length, shorter)
+        labels = growth.begin(level) if labels is None else growth.extend(level, labels)
+        labels = growth.thin(level, labels)
         if len(labels) > max_labels:
             labels, complete = labels.take(np.sort(np.argpartition(labels.least, max_labels)[:max_labels])), False
-        labels.number = np.arange(len(labels))
         parents.append(labels.parent)
         choices.append(labels.strategy)
-        done.append(_ended(growth, u, labels))
+        done.append(growth.ended(level, labels))
+        shorter = level.node
         if expired():
             complete = False
+        if expired() or not len(labels):
             break
-    stage, first, final, entry, leave, time, iteration, label = (np.concatenate(x) for x in zip(*done, strict=True))
+    stage, first, last, entry, leave, time, iteration, label = (np.concatenate(x) for x in zip(*done, strict=True))
     return Columns(
         stage=stage,
         first=first,
-        last=final,
+        last=last,
         entry=entry,
         leave=leave,
         time=time,
@@ -270,24 +336,4 @@ def grow_columns(
         parents=tuple(parents),
         choices=tuple(choices),
         complete=complete,
-    )
-
-
-def _ended(growth: _Growth, u: int, labels: _Labels) -> tuple[NDArray[np.generic], ...]:
-    """Labels of layer u whose stage may end there, as fields of `Columns`."""
-    num_strategies = growth.chain.shape[2]
-    first = growth.first(labels)
-    width = growth.guide.allowed.shape[2]
-    offset = np.minimum(u - first, width - 1)
-    index = np.flatnonzero((u - first < width) & growth.guide.allowed[labels.stage, first, offset])
-    part = labels.take(index)
-    return (
-        part.stage,
-        first[index],
-        np.full(len(index), u),
-        part.origin % num_strategies,
-        growth.chain.out_class[u, part.strategy],
-        part.time,
-        part.iteration,
-        index,
     )

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from uniap_jax.core.costs import FloatArray
-from uniap_jax.planner.chain import Chain
-from uniap_jax.planner.columns import Columns, IntArray, front_of_two
+from uniap_jax.planner.chain import Chain, IntArray
+from uniap_jax.planner.columns import Columns, front_of_two
 from uniap_jax.planner.mip_model import MipModel
 
 

@@ -16,7 +16,7 @@ from uniap_jax.runtime.homes import lay_out
 __all__ = ["ParallelStep", "compile"]
 
 
-def compile(  # noqa: A001  (the verb of this room)
+def compile(
     graph: LayerGraph, plan: Plan, *, devices: Sequence[Any] | None = None, donate: bool = True
 ) -> ParallelStep:
     """Programs that run a plan; they are compiled at their first use.
@@ -40,8 +40,8 @@ def compile(  # noqa: A001  (the verb of this room)
 def _check(graph: LayerGraph, plan: Plan, num_devices: int) -> None:
     if plan.graph_fingerprint and plan.graph_fingerprint != graph.fingerprint:
         raise PlanMismatchError(
-            f"the plan was made for another model or another cut of it (fingerprint {plan.graph_fingerprint[:12]}, this "
-            f"graph has {graph.fingerprint[:12]}); solve again for this model",
+            f"the plan was made for another model or another cut of it (fingerprint {plan.graph_fingerprint[:12]}, "
+            f"this graph has {graph.fingerprint[:12]}); solve again for this model",
             expected=plan.graph_fingerprint,
             got=graph.fingerprint,
         )

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from uniap_jax.core.graph import Layer, LayerGraph
 from uniap_jax.core.jax_compat import Literal
 from uniap_jax.core.jaxprs import open_jaxpr, variables
-from uniap_jax.runtime.programs import is_differentiable
+from uniap_jax.runtime.programs import aval_shape, is_differentiable
 
 
 def active_values(graph: LayerGraph) -> frozenset[int]:
@@ -20,7 +20,7 @@ def active_values(graph: LayerGraph) -> frozenset[int]:
         reached.update(v for v, r in zip(inner.invars[first_read:], layer.reads, strict=True) if r in active)
         for eqn in inner.eqns:
             if any(v in reached for v in variables(eqn.invars)):
-                reached.update(v for v in eqn.outvars if is_differentiable(v.aval.dtype))
+                reached.update(v for v in eqn.outvars if is_differentiable(aval_shape(v).dtype))
         written = zip(inner.outvars, layer.writes, strict=True)
         active.update(w for v, w in written if not isinstance(v, Literal) and v in reached)
     return frozenset(active)
@@ -39,6 +39,6 @@ def _read_for(layer: Layer, wanted: set[int]) -> set[int]:
     needed = set(variables(v for v, w in zip(inner.outvars, layer.writes, strict=True) if w in wanted))
     for eqn in reversed(inner.eqns):
         if any(v in needed for v in eqn.outvars):
-            needed.update(v for v in variables(eqn.invars) if is_differentiable(v.aval.dtype))
+            needed.update(v for v in variables(eqn.invars) if is_differentiable(aval_shape(v).dtype))
     first_read = len(layer.params) + len(layer.operands)
     return {r for v, r in zip(inner.invars[first_read:], layer.reads, strict=True) if v in needed}

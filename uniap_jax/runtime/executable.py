@@ -128,7 +128,7 @@ class ParallelStep:
     def memory_analysis(self) -> Any:
         """Of the compiled program, a dict by name for several stages, as `jax.stages.Compiled.memory_analysis`."""
         analyses = {p.name: p.compiled.memory_analysis() for p in self.programs}
-        return analyses["train_step"] if "train_step" in analyses else analyses
+        return analyses.get("train_step", analyses)
 
     def __repr__(self) -> str:
         return f"ParallelStep({self.plan.num_stages} stages, {self.plan.num_microbatches} micro-batches)"

@@ -87,7 +87,8 @@ def _flow(jaxpr: ClosedJaxpr, kinds: Sequence[tuple[str, int]]) -> Flow:
 
 
 def _renamed(eqn: JaxprEqn, alias: dict[Var, Any]) -> JaxprEqn:
-    return eqn.replace(invars=[a if isinstance(a, Literal) else alias.get(a, a) for a in eqn.invars])
+    renamed: JaxprEqn = eqn.replace(invars=[a if isinstance(a, Literal) else alias.get(a, a) for a in eqn.invars])
+    return renamed
 
 
 def _without_cond(eqn: JaxprEqn, eqns: list[JaxprEqn], alias: dict[Var, Any], consts: dict[Var, Any]) -> None:

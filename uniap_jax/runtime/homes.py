@@ -151,7 +151,7 @@ def _param_homes(graph: LayerGraph, plan: Plan, layers: Sequence[LayerSharding])
 def _leaf_homes(
     graph: LayerGraph, plan: Plan, params: Sequence[ParamHome], before: Flow, update: Flow
 ) -> tuple[LeafHome, ...]:
-    """Parameters at their home, what belongs to a parameter with it, what one stage reads there, the rest everywhere."""
+    """Parameters at home, what belongs to them with them, what one stage reads there, the rest everywhere."""
     step = graph.step
     own = {leaf: p for p, leaf in enumerate(step.param_leaf) if leaf is not None}
     belongs = leaf_params(graph, update)
@@ -167,11 +167,8 @@ def _leaf_homes(
     votes = _read_by(graph, plan, params, before)
     for leaf, stages in _met_by(update, graph, plan, params, homes).items():
         votes.setdefault(leaf, set()).update(stages)
-    for leaf, home in enumerate(homes):
-        stages = votes.get(leaf, set())
-        if home is None:
-            homes[leaf] = LeafHome(stage=next(iter(stages)) if len(stages) == 1 else None)
-    return tuple(h or LeafHome(stage=None) for h in homes)
+    alone = {leaf: next(iter(stages)) for leaf, stages in votes.items() if len(stages) == 1}
+    return tuple(h or LeafHome(stage=alone.get(leaf)) for leaf, h in enumerate(homes))
 
 
 def operand_stages(graph: LayerGraph, plan: Plan) -> dict[int, set[int]]:
@@ -218,13 +215,13 @@ def _met_by(
         elif kind == "result":
             stage[var] = results[i]
         elif kind == "state":
-            home = homes[i]
-            stage[var] = home.stage if home is not None else None
-            loose[var] = frozenset({i}) if home is None else frozenset()
+            known = homes[i]
+            stage[var] = known.stage if known is not None else None
+            loose[var] = frozenset({i}) if known is None else frozenset()
     votes: dict[int, set[int]] = {}
     for eqn in flow.eqns:
         inputs = variables(eqn.invars)
-        met = {s for v in inputs if (s := stage.get(v)) is not None}
+        met = {s for s in map(stage.get, inputs) if s is not None}
         free = frozenset[int]().union(*(loose.get(v, frozenset()) for v in inputs))
         for leaf in free if met else ():
             votes.setdefault(leaf, set()).update(met)
@@ -233,7 +230,7 @@ def _met_by(
             loose[out] = frozenset() if met else free
     for atom, leaf in zip(flow.outvars, graph.step.output_leaf, strict=True):
         if leaf is not None and homes[leaf] is None and not isinstance(atom, Literal):
-            new = stage.get(atom)
-            if new is not None:
-                votes.setdefault(leaf, set()).add(new)
+            computed = stage.get(atom)
+            if computed is not None:
+                votes.setdefault(leaf, set()).add(computed)
     return votes

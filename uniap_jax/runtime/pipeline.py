@@ -18,7 +18,7 @@ from uniap_jax.runtime.feed import Begin, Feeder, Leaves, Shared
 from uniap_jax.runtime.homes import REPLICATED, Layout
 from uniap_jax.runtime.loss import accumulator_dtype, combine
 from uniap_jax.runtime.programs import Program, build, shape_of
-from uniap_jax.runtime.stage_programs import StagePrograms, build_stage, result_shardings
+from uniap_jax.runtime.stage_programs import build_stage, result_shardings
 from uniap_jax.runtime.stages import StageSpec, stage_specs
 from uniap_jax.runtime.transfer import Move
 from uniap_jax.runtime.update import Update
@@ -93,9 +93,7 @@ class Programs:
                 dtype = value.dtype if single else accumulator_dtype(value.dtype)
                 shape = jax.ShapeDtypeStruct(value.shape, dtype, sharding=sharding)
                 if stage.spec.stage != home.stage:
-                    move = Move(
-                        f"gradient_{p}_from_stage_{stage.spec.stage}", shape, layout.on(home.stage, home.grads)
-                    )
+                    move = Move(f"gradient_{p}_from_stage_{stage.spec.stage}", shape, layout.on(home.stage, home.grads))
                     moves[p, stage.spec.stage] = move
                     shape = jax.ShapeDtypeStruct(value.shape, dtype, sharding=move.arrives)
                 parts[p].append(shape)
@@ -140,9 +138,7 @@ def _build_combine(layout: Layout, spec: StageSpec) -> Program | None:
     how = [graph.reductions[k] for k in spec.results]
 
     def whole(pieces: list[list[Any]]) -> list[Any]:
-        return [
-            combine(jax.numpy.stack(p), h, v.batch_dim) for p, h, v in zip(pieces, how, values, strict=True)
-        ]
+        return [combine(jax.numpy.stack(p), h, v.batch_dim) for p, h, v in zip(pieces, how, values, strict=True)]
 
     shapes = [[shape_of(v, s)] * c for v, s in zip(values, result_shardings(layout, spec), strict=True)]
     return build(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
@@ -30,6 +31,7 @@ class Program:
     compiled: Any
 
     def __call__(self, *lists: Any) -> Any:
+        """Runs it; queued on the devices, nothing waits."""
         return self.compiled(*lists)
 
     @property
@@ -77,14 +79,21 @@ def aval_shape(atom: Any, sharding: Sharding | None = None) -> jax.ShapeDtypeStr
     return jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype, sharding=sharding)
 
 
+def known_mesh(sharding: NamedSharding) -> Mesh:
+    """The devices of a layout."""
+    mesh = sharding.mesh
+    assert isinstance(mesh, Mesh)
+    return mesh
+
+
 def is_key(dtype: Any) -> bool:
     """Whether a dtype is that of typed PRNG keys."""
-    return bool(jax.dtypes.issubdtype(dtype, jax.dtypes.extended))
+    return bool(jnp.issubdtype(dtype, jax.dtypes.extended))
 
 
 def is_differentiable(dtype: Any) -> bool:
     """Whether values of a dtype have cotangents."""
-    return not is_key(dtype) and bool(jax.dtypes.issubdtype(dtype, np.inexact))
+    return not is_key(dtype) and bool(jnp.issubdtype(dtype, np.inexact))
 
 
 def constrain(array: Any, mesh: Mesh, spec: PartitionSpec) -> Any:

@@ -53,7 +53,8 @@ class SingleStage:
     def __call__(self, state: Sequence[Any], batch: Sequence[Any]) -> list[Any]:
         """Flat outputs of the step from placed leaves."""
         (program,) = self.programs
-        return program([state[i] for i in self._donated], [state[i] for i in self._kept], list(batch))
+        outputs: list[Any] = program([state[i] for i in self._donated], [state[i] for i in self._kept], list(batch))
+        return outputs
 
     def _build(self) -> Program:
         layout = self._layout

@@ -19,14 +19,18 @@ from uniap_jax.core.jax_compat import Literal, Var
 from uniap_jax.core.jaxprs import Tape, close, flatten, live_eqns, variables
 from uniap_jax.runtime.homes import Layout
 from uniap_jax.runtime.loss import accumulator_dtype, gradient_weight, run_layers
-from uniap_jax.runtime.programs import Program, as_function, build, constrain, shape_of
+from uniap_jax.runtime.programs import Program, as_function, aval_shape, build, constrain, shape_of
 from uniap_jax.runtime.stages import StageSpec
 
-CHEAP = frozenset(
-    "convert_element_type broadcast_in_dim reshape transpose squeeze expand_dims iota eq ne lt le gt ge and or not xor "
-    "add sub mul neg max min select_n slice sharding_constraint copy copy_p concatenate pad rev integer_pow div sign "
-    "abs floor exp log tanh sqrt rsqrt logistic square pow clamp reduce_precision real imag split".split()
-)
+# fmt: off
+CHEAP = frozenset((
+    "convert_element_type", "broadcast_in_dim", "reshape", "transpose", "squeeze", "expand_dims", "iota", "eq",
+    "ne", "lt", "le", "gt", "ge", "and", "or", "not", "xor", "add", "sub", "mul", "neg", "max", "min", "select_n",
+    "slice", "sharding_constraint", "copy", "copy_p", "concatenate", "pad", "rev", "integer_pow", "div", "sign",
+    "abs", "floor", "exp", "log", "tanh", "sqrt", "rsqrt", "logistic", "square", "pow", "clamp", "reduce_precision",
+    "real", "imag", "split",
+))
+# fmt: on
 """Element-wise and layout operations: cheaper to do again than to keep their result per micro-batch."""
 
 PARAM, STATE, BATCH, READ = 1, 2, 4, 8
@@ -107,10 +111,7 @@ def build_stage(layout: Layout, spec: StageSpec, params: dict[int, NamedSharding
     )
     position = {v: i for i, v in reversed(list(enumerate(outs))) if not isinstance(v, Literal)}
     kept = tuple(position[v] for v in traced.held)
-    held = [
-        jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, sharding=forward.output_shardings[i])
-        for v, i in zip(traced.held, kept, strict=True)
-    ]
+    held = [aval_shape(v, forward.output_shardings[i]) for v, i in zip(traced.held, kept, strict=True)]
     needs = tuple(tape.invars.index(v) for v in traced.inputs)
     grads = param_grads(layout, spec)
     zeros, totals = _build_zeros(layout, spec, grads)
@@ -205,7 +206,8 @@ def _trace(layout: Layout, spec: StageSpec, inputs: Sequence[Any]) -> _Traced:
 def _rebuildable(layout: Layout, spec: StageSpec, tape: Tape, emitted: int) -> tuple[Var, ...]:
     """Residuals that are cheap functions of parameters and state, or of batch and state, and that nobody returns."""
     operands = [layout.graph.operands[o].kind for o in spec.operands]
-    origin = [PARAM] * len(spec.params) + [STATE if k == "state" else BATCH for k in operands] + [READ] * len(spec.reads)
+    outside = [STATE if k == "state" else BATCH for k in operands]
+    origin = [PARAM] * len(spec.params) + outside + [READ] * len(spec.reads)
     mask: dict[Var, int] = dict(zip(tape.invars, origin, strict=True))
     mask.update(dict.fromkeys(tape.consts, 0))
     for eqn in tape.eqns:
@@ -243,7 +245,7 @@ def _backward(layout: Layout, spec: StageSpec, traced: _Traced) -> Any:
 
 
 def _read(known: dict[Var, Any], atom: Any) -> Any:
-    return jnp.asarray(atom.val, atom.aval.dtype) if isinstance(atom, Literal) else known[atom]
+    return jnp.asarray(atom.val, aval_shape(atom).dtype) if isinstance(atom, Literal) else known[atom]
 
 
 def _cotangent_shapes(layout: Layout, spec: StageSpec) -> list[list[Any]]:

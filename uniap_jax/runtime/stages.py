@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+
 from jax.sharding import NamedSharding
 
 from uniap_jax.runtime.activity import active_values, wanted_reads
@@ -47,6 +48,7 @@ class StageSpec:
     readers: tuple[tuple[tuple[int, NamedSharding], ...], ...]
     returns: dict[int, tuple[int, ...]]
 
+
 def stage_specs(layout: Layout) -> tuple[StageSpec, ...]:
     """The stages of a plan, with the layouts in which values travel between them."""
     graph, plan = layout.graph, layout.plan
@@ -58,7 +60,9 @@ def stage_specs(layout: Layout) -> tuple[StageSpec, ...]:
         for s in range(plan.num_stages)
     ]
     writes = [
-        tuple(v for i in layers[s] for v in graph.layers[i].writes if any(v in reads[t] for t in range(s + 1, len(reads))))
+        tuple(
+            v for i in layers[s] for v in graph.layers[i].writes if any(v in reads[t] for t in range(s + 1, len(reads)))
+        )
         for s in range(plan.num_stages)
     ]
     active = active_values(graph)
@@ -95,9 +99,7 @@ def _travel(layout: Layout, value: int, readers: Sequence[int]) -> tuple[NamedSh
     """Layouts in which a value leaves its stage and arrives on others, from what the layers at both ends want."""
     graph = layout.graph
     writer = graph.layers[graph.producer[value]]
-    source = layout.on(
-        layout.stage_of(writer.index), layout.layers[writer.index].writes[writer.writes.index(value)]
-    )
+    source = layout.on(layout.stage_of(writer.index), layout.layers[writer.index].writes[writer.writes.index(value)])
     targets = []
     for stage in readers:
         reader = next(graph.layers[i] for i in layout.plan.stage_layers(stage) if value in graph.layers[i].reads)

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from uniap_jax.runtime.programs import Program, build
+from uniap_jax.runtime.programs import Program, build, known_mesh
 
 Ways = tuple[int, ...]
 
@@ -57,7 +57,13 @@ def _coarser(mesh: Mesh, ways: Ways) -> list[Ways]:
     return [*found, (1,) * len(ways)]
 
 
-def wire(ndim: int, source: NamedSharding, targets: Sequence[NamedSharding]) -> tuple[NamedSharding, list[NamedSharding]]:
+def _pieces(ways: Ways) -> int:
+    return math.prod(ways)
+
+
+def wire(
+    ndim: int, source: NamedSharding, targets: Sequence[NamedSharding]
+) -> tuple[NamedSharding, list[NamedSharding]]:
     """The layouts in which an array leaves a sub-mesh and arrives on others: shard for shard the same.
 
     The finest of the layouts wanted on either side goes over the wire where all can express it: each device then
@@ -69,15 +75,14 @@ def wire(ndim: int, source: NamedSharding, targets: Sequence[NamedSharding]) -> 
         targets: per reader, the layout it computes with.
     """
     if all(t.mesh.shape == source.mesh.shape for t in targets):
-        finest = max((source, *targets), key=lambda s: math.prod(ways_of(s.mesh, s.spec, ndim)))
+        finest = max((source, *targets), key=lambda s: _pieces(ways_of(known_mesh(s), s.spec, ndim)))
         return NamedSharding(source.mesh, finest.spec), [NamedSharding(t.mesh, finest.spec) for t in targets]
-    wanted = sorted({ways_of(s.mesh, s.spec, ndim) for s in (source, *targets)}, key=math.prod, reverse=True)
-    for ways in (w for first in wanted for w in _coarser(source.mesh, first)):
-        specs = [express(s.mesh, ways) for s in (source, *targets)]
-        if all(spec is not None for spec in specs):
-            leave, *arrive = [
-                NamedSharding(s.mesh, spec) for s, spec in zip((source, *targets), specs, strict=True) if spec is not None
-            ]
+    ends = (source, *targets)
+    wanted = sorted({ways_of(known_mesh(s), s.spec, ndim) for s in ends}, key=_pieces, reverse=True)
+    for ways in (w for first in wanted for w in _coarser(known_mesh(source), first)):
+        found = [(s, express(known_mesh(s), ways)) for s in ends]
+        leave, *arrive = [NamedSharding(s.mesh, spec) for s, spec in found if spec is not None] or [source]
+        if len(arrive) == len(targets):
             return leave, arrive
     raise AssertionError("the layout without cuts is always expressible")
 
@@ -98,7 +103,7 @@ class Move:
         same = leave.is_equivalent_to(source, len(shape.shape))
         self.program: Program | None = None
         if not same:
-            self.program = build(f"{name}_leave", lambda x: x, [shape], mesh=source.mesh, outputs=leave)
+            self.program = build(f"{name}_leave", lambda x: x, [shape], mesh=known_mesh(source), outputs=leave)
 
     def __call__(self, array: Any) -> Any:
         """The array on the target's devices."""

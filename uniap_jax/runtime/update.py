@@ -123,8 +123,12 @@ class Update:
         if kind != "grad" or not isinstance(value, list):
             return value
         if not value:
-            return jnp.zeros(var.aval.shape, var.aval.dtype)
-        return sum(value[1:], value[0]).astype(var.aval.dtype)
+            shape = aval_shape(var)
+            return jnp.zeros(shape.shape, shape.dtype)
+        total = value[0]
+        for part in value[1:]:
+            total = total + part
+        return total.astype(aval_shape(var).dtype)
 
     def _output_sharding(self, position: int, stage: int) -> NamedSharding | None:
         layout, step = self._layout, self._layout.graph.step

@@ -20,6 +20,7 @@ from uniap_jax.core.jaxprs import variables
 from uniap_jax.core.plan import Plan
 from uniap_jax.runtime.flow import Flow
 from uniap_jax.runtime.homes import LeafHome, ParamHome, result_stages
+from uniap_jax.runtime.programs import aval_shape
 
 ANYWHERE, JOIN = -1, -2
 """Places besides the stages: computed wherever it is needed; computed once, from several stages."""
@@ -108,7 +109,7 @@ def _place_eqns(flow: Flow, spots: dict[Var, Spot]) -> None:
         spot = _spot(eqn, spots)
         spots.update(dict.fromkeys(eqn.outvars, spot))
         if spot.place == JOIN:
-            sent = sum(v.aval.size * v.aval.dtype.itemsize for v in variables(eqn.invars) if _size(v) > 1)
+            sent = sum(_size(v) * aval_shape(v).dtype.itemsize for v in variables(eqn.invars) if _size(v) > 1)
             joined += sent
             if joined > JOINED_LIMIT_BYTES:
                 raise ExecutionError(
@@ -138,7 +139,9 @@ def _spot(eqn: JaxprEqn, spots: dict[Var, Spot]) -> Spot:
     return Spot(ANYWHERE, ready)
 
 
-def _cut(flow: Flow, spots: dict[Var, Spot], homes: Sequence[int | None], last: int, num_stages: int) -> tuple[Piece, ...]:
+def _cut(
+    flow: Flow, spots: dict[Var, Spot], homes: Sequence[int | None], last: int, num_stages: int
+) -> tuple[Piece, ...]:
     """Pieces, found backwards from the step's outputs: each is the cone of what later ones need of its place."""
     final: dict[int, list[int]] = {}
     for position, atom in enumerate(flow.outvars):
@@ -195,7 +198,7 @@ LIBRARIES = ("site-packages", "dist-packages")
 def source_line(eqn: JaxprEqn) -> str:
     """`file.py:line` of the innermost frame outside installed libraries, else of the innermost; "" where unknown."""
     traceback = eqn.source_info.traceback
-    frames = list(traceback.frames) if traceback is not None else []
+    frames: list[Any] = list(traceback.frames) if traceback is not None else []
     own = [f for f in frames if not any(part in LIBRARIES for part in PurePath(f.file_name).parts)]
     for frame in own or frames:
         return f"{PurePath(frame.file_name).name}:{frame.line_num}"

@@ -85,6 +85,7 @@ def test_a_pinned_plan_without_a_prediction_claims_nothing() -> None:
         (0.0, "0.00 ms"),
         (12.5, "12.5 s"),
         (0.01234, "12.3 ms"),
+        (0.0099999, "10.0 ms"),
         (1e-3, "1.00 ms"),
         (4.2e-6, "4.20 µs"),
         (3e-8, "30.0 ns"),

@@ -45,7 +45,7 @@ def format_bytes(count: float) -> str:
 
 def _three_digits(number: float) -> str:
     magnitude = abs(number)
-    return f"{number:.0f}" if magnitude >= 100 else f"{number:.1f}" if magnitude >= 10 else f"{number:.2f}"
+    return f"{number:.0f}" if magnitude >= 99.95 else f"{number:.1f}" if magnitude >= 9.995 else f"{number:.2f}"
 
 
 def format_range(indices: Sequence[int]) -> str:

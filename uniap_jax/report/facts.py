@@ -93,7 +93,7 @@ def _bandwidth(beta_s_per_byte: float) -> str:
 
 
 def print_check(facts: Mapping[str, Any], stream: TextIO) -> None:
-    """What `check` compared, a row for each step, then the state and the verdict; notes are shown with the plan."""
+    """What `check` compared, a row for each step, then the state and the verdict; the plan's notes stand with the plan."""
     console = make_console(stream)
     rows = [
         (
@@ -111,6 +111,9 @@ def print_check(facts: Mapping[str, Any], stream: TextIO) -> None:
     console.print(
         Text(f"state: differs by at most {facts['state_abs_diff']:.1e}, in {facts['state_leaf'] or 'nothing'}")
     )
+    told = facts["plan"]["certificate"]["notes"]
+    for note in (n for n in facts["notes"] if n not in told):
+        console.print(Text(f"note: {note}"))
     loss, grad = facts["tolerance"]
     verdict = "ok" if facts["ok"] else "FAILED"
     console.print(f"{verdict}: tolerance {loss:.0e} for the loss, {grad:.0e} for gradients, both relative")

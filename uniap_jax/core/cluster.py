@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from uniap_jax.core.errors import ProfileError
-from uniap_jax.core.machine import Cluster, Link, Route, parse_limit
+from uniap_jax.core.machine import Cluster, Link, Route, parse_limit, usable_cores
 from uniap_jax.core.topology import describe_devices, load_cluster, shipped_names
 
 __all__ = ["Cluster", "Link", "Route", "load_cluster", "local_cluster", "parse_limit", "shipped_names"]
@@ -41,13 +41,6 @@ def local_cluster(devices: Sequence[Any] | None = None, *, memory_limit: str | i
     if found[0].platform == "cpu":
         return _local_cpu(found, len(jax.devices("cpu")), memory_limit)
     return describe_devices(found, memory_limit=memory_limit)
-
-
-def usable_cores() -> int:
-    """Cores this process may run on."""
-    if "sched_getaffinity" in dir(os):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _local_cpu(devices: list[Any], host_devices: int, memory_limit: str | int) -> Cluster:

@@ -7,7 +7,7 @@ every count is a sum of products of shapes in which the batch appears at most on
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,27 @@ from uniap_jax.core.strategy import Strategy
 from uniap_jax.core.work import Pass, Work, measure_work
 
 FloatArray = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """Seconds of one layer and micro-batch by what takes them, under the described rates.
+
+    Attributes:
+        flops_s: matrix products at the peak rate's share.
+        memory_s: bytes of all kernels at the bandwidth's share.
+        kernels_s: overhead of every kernel.
+        reduce_s: partial sums of the tensor ways.
+        gather_s: parameters gathered over fsdp ways.
+        forward_share: of flops_s, memory_s and kernels_s together, what the forward takes.
+    """
+
+    flops_s: float
+    memory_s: float
+    kernels_s: float
+    reduce_s: float
+    gather_s: float
+    forward_share: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +133,7 @@ class Describer:
             forward_s=self._seconds(forward, strategy) + gather,
             backward_s=self._seconds(backward, strategy) + (gather if again else 0.0),
             sync_s=self.sync_s(strategy, weights),
-            kept_bytes=self._kept(layer, strategy, local, fused) + self._kept_weights(strategy, weights, fused),
+            kept_bytes=self._kept(layer, strategy, local) + self._kept_weights(strategy, weights, fused),
             transient_bytes=max(forward.transient_bytes(strategy.tensor), backward.transient_bytes(strategy.tensor))
             + self._working_weights(strategy, weights, fused),
         )
@@ -152,13 +173,53 @@ class Describer:
             reduced=tuple(float(x) for x in mixed("reduced")),
         )
 
+    def parts(self, layer: Layer, strategy: Strategy, *, samples: int, fused: bool) -> Parts:
+        """Forward and backward by what takes the time, for a calibration to weigh.
+
+        Raises:
+            StrategyError: the strategy is illegal for this layer.
+        """
+        weights = param_bytes(self.graph, layer, strategy)
+        full, small = self._counts(layer, strategy)
+        local = samples / strategy.batch_ways
+        passes = [
+            self._pass(getattr(full, way), getattr(small, way) if small else None, local)
+            for way in ("forward", "backward")
+        ]
+        timed = [self._compute(p, strategy) for p in passes]
+        total = [sum(t) for t in timed]
+        gathers = 2 if strategy.keep != "all" or not fused else 1
+        return Parts(
+            flops_s=sum(t[0] for t in timed),
+            memory_s=sum(t[1] for t in timed),
+            kernels_s=sum(t[2] for t in timed),
+            reduce_s=sum(self._reduce_s(p, strategy) for p in passes),
+            gather_s=gathers * self._gather_s(strategy, weights),
+            forward_share=total[0] / sum(total) if sum(total) > 0 else 1 / 3,
+        )
+
+    def _compute(self, work: Pass, strategy: Strategy) -> tuple[float, float, float]:
+        """Seconds of flops, of bytes and of overheads, each as if the others were free."""
+        if not len(work.dtypes):
+            return 0.0, 0.0, 0.0
+        cluster, ways = self.cluster, np.where(work.split, strategy.tensor, 1)
+        rates = np.array([cluster.flops_per_s(d or "float32") for d in work.dtypes]) * cluster.matmul_efficiency
+        bandwidth = cluster.memory_bandwidth_bytes_per_s * cluster.memory_efficiency
+        return (
+            float((work.flops / rates / ways).sum()),
+            float((work.nbytes / bandwidth / ways).sum()),
+            len(work.dtypes) * cluster.op_overhead_s,
+        )
+
+    def _reduce_s(self, work: Pass, strategy: Strategy) -> float:
+        return sum(self.links.time_s("all_reduce", b, strategy.tensor, 1) for b in work.reduced)
+
     def _seconds(self, work: Pass, strategy: Strategy) -> float:
         cluster, ways = self.cluster, np.where(work.split, strategy.tensor, 1)
         rates = np.array([cluster.flops_per_s(d or "float32") for d in work.dtypes]) * cluster.matmul_efficiency
         bandwidth = cluster.memory_bandwidth_bytes_per_s * cluster.memory_efficiency
         compute = np.maximum(work.flops / rates, work.nbytes / bandwidth) / ways if len(work.dtypes) else np.zeros(0)
-        reduced = sum(self.links.time_s("all_reduce", b, strategy.tensor, 1) for b in work.reduced)
-        return float(compute.sum() + len(compute) * cluster.op_overhead_s + reduced)
+        return float(compute.sum() + len(compute) * cluster.op_overhead_s + self._reduce_s(work, strategy))
 
     def _gather_s(self, strategy: Strategy, weights: ParamBytes) -> float:
         if strategy.fsdp == 1 or strategy.zero < 3:
@@ -186,14 +247,13 @@ class Describer:
             total += weights.count * fit.alpha_s + fit.beta_s_per_byte * rest
         return total
 
-    def _kept(self, layer: Layer, strategy: Strategy, local: float, fused: bool) -> float:
+    def _kept(self, layer: Layer, strategy: Strategy, local: float) -> float:
         full, small = self._counts(layer, strategy)
 
         def mixed(name: str) -> float:
             return float(self._mix(getattr(full, name), None if small is None else getattr(small, name), local))
 
-        constant = mixed("kept_constant") if fused else 0.0  # a fused program makes masks again where they are used
-        return mixed("kept") - constant + mixed("kept_split") / strategy.tensor
+        return mixed("kept") + mixed("kept_split") / strategy.tensor
 
     def _kept_weights(self, strategy: Strategy, weights: ParamBytes, fused: bool) -> float:
         """A fused program without recompute holds gathered parameters until the backward."""
@@ -226,3 +286,19 @@ def _splits(graph: LayerGraph) -> tuple[tuple[int, ...], LayerGraph | None, tupl
     except TraceError as error:
         return (1,), None, (f"The batch is not split into micro-batches: {error}.",)
     return whole, small, ()
+
+
+def cut_batch(graph: LayerGraph, pieces: int) -> LayerGraph:
+    """The same layers with the shapes of one micro-batch; jaxprs stay those of the whole batch."""
+    if pieces == 1:
+        return graph
+
+    def cut(shape: tuple[int, ...], dim: int | None) -> tuple[int, ...]:
+        return shape if dim is None else (*shape[:dim], max(1, shape[dim] // pieces), *shape[dim + 1 :])
+
+    return replace(
+        graph,
+        values=tuple(replace(v, shape=cut(v.shape, v.batch_dim)) for v in graph.values),
+        operands=tuple(replace(o, shape=cut(o.shape, o.batch_dim)) for o in graph.operands),
+        num_microbatches=pieces,
+    )

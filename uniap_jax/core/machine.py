@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from dataclasses import dataclass, field, replace
 
@@ -218,3 +219,10 @@ def parse_limit(limit: str | int, memory_bytes: int) -> int:
             memory_bytes=memory_bytes,
         )
     return allowed
+
+
+def usable_cores() -> int:
+    """Cores this process may run on."""
+    if "sched_getaffinity" in dir(os):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

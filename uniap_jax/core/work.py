@@ -41,6 +41,15 @@ READERS = HEAVY - {"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "red
 """Kernels that need their inputs in memory; a reduction fuses with what makes its input."""
 
 
+_CHEAP_NAMES = """
+    convert_element_type broadcast_in_dim reshape transpose squeeze expand_dims iota eq ne lt le gt ge and or not xor
+    add sub mul neg max min select_n slice sharding_constraint copy copy_p concatenate pad rev integer_pow div sign
+    abs floor exp log tanh sqrt rsqrt logistic square pow clamp reduce_precision mesh_cast real imag split
+"""
+CHEAP = frozenset(_CHEAP_NAMES.split())
+"""What a stage's backward makes again of parameters or of the batch alone, rather than keep it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Pass:
     """One direction of one layer, unsharded.
@@ -75,16 +84,15 @@ class Work:
     Attributes:
         forward: of the layer.
         backward: of the layer, recompute included.
-        kept: bytes kept for the backward that tensor ways do not divide; parameters and operands apart.
+        kept: bytes kept for the backward that tensor ways do not divide; parameters, operands and cheap functions of
+            either (masks, casts) apart, for those are made again.
         kept_split: bytes kept that they do.
-        kept_constant: share of `kept` that depends on no parameter and no activation (masks, for example).
     """
 
     forward: Pass
     backward: Pass
     kept: float
     kept_split: float
-    kept_constant: float
 
 
 def layer_function(layer: Layer, keep: str) -> Callable[..., list[Any]]:
@@ -134,14 +142,13 @@ def measure_work(layer: Layer, *, keep: str, tensor: int) -> Work:
     split = _split_roots(meter, layer, tensor, ins)
     own = {r.index: r for r, w in zip(kept, where, strict=True) if w is None}
     own |= {ins[w].index: ins[w] for w in where if w is not None and w >= len(params) + len(operands)}
-    shares = [(r, meter.is_split(r, split)) for r in own.values()]
+    shares = [(r, meter.is_split(r, split)) for r in own.values() if not r.cheap]
     grads = {r.index for r in second.outs[: sum(map(is_float, params))]}
     return Work(
         forward=meter.summary(first, split, apart={r.index for r in (*ins, *own.values())}),
         backward=meter.summary(second, split, apart=grads | {r.index for r in (*again, *cotangents)}),
         kept=sum(r.nbytes for r, s in shares if not s),
         kept_split=sum(r.nbytes for r, s in shares if s),
-        kept_constant=sum(r.nbytes for r, s in shares if r.kind == CONST and not s),
     )
 
 
@@ -189,6 +196,7 @@ class _Value:
     nbytes: float
     dims: tuple[Node | None, ...] | None
     kind: int
+    cheap: bool
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -220,7 +228,7 @@ class _Meter:
     def argument(self, aval: Any, kind: int) -> _Value:
         """A value that exists before the program runs."""
         found = None if kind == CONST else self.classes.fresh(tuple(aval.shape))
-        return self._value(aval, found, kind)
+        return self._value(aval, found, kind, kind != LIVE)
 
     def run(self, closed: Any, ins: list[_Value]) -> _Run:
         """Walks a program on these inputs."""
@@ -232,19 +240,19 @@ class _Meter:
         """Whether a dimension of the value is in one of the classes."""
         return any(n is not None and self.classes.root(n) in roots for n in value.dims or ())
 
-    def _value(self, aval: Any, found: tuple[Node | None, ...] | None, kind: int) -> _Value:
+    def _value(self, aval: Any, found: tuple[Node | None, ...] | None, kind: int, cheap: bool) -> _Value:
         self._count += 1
         size = math.prod(getattr(aval, "shape", ()))
         itemsize = getattr(getattr(aval, "dtype", None), "itemsize", 4)
-        return _Value(index=self._count, nbytes=float(size * itemsize), dims=found, kind=kind)
+        return _Value(index=self._count, nbytes=float(size * itemsize), dims=found, kind=kind, cheap=cheap)
 
     def _body(self, jaxpr: Any, ins: list[_Value]) -> list[_Value]:
         opened = open_jaxpr(jaxpr)
-        env: dict[Any, _Value] = {v: self._value(v.aval, None, CONST) for v in opened.constvars}
+        env: dict[Any, _Value] = {v: self._value(v.aval, None, CONST, True) for v in opened.constvars}
         env.update(zip(opened.invars, ins, strict=True))
 
         def read(atom: Any) -> _Value:
-            return self._value(atom.aval, None, CONST) if isinstance(atom, Literal) else env[atom]
+            return self._value(atom.aval, None, CONST, True) if isinstance(atom, Literal) else env[atom]
 
         for eqn in opened.eqns:
             given = [read(v) for v in eqn.invars]
@@ -269,7 +277,8 @@ class _Meter:
             use = Use(classes=self.classes, eqn=eqn, ins=found, kinds=tuple(g.kind for g in given), source="")
             shapes = rule_for(name)(use)
             summed = _summed(eqn, found)
-        outs = [self._value(v.aval, s, kind) for v, s in zip(eqn.outvars, shapes, strict=True)]
+        cheap = name in CHEAP and all(g.cheap for g in given)
+        outs = [self._value(v.aval, s, kind, cheap) for v, s in zip(eqn.outvars, shapes, strict=True)]
         dtype = str(eqn.invars[0].aval.dtype) if name in ("dot_general", "conv_general_dilated") else ""
         self._events.append(_Event(name=name, flops=eqn_flops(eqn), dtype=dtype, ins=given, outs=outs, summed=summed))
         return outs
@@ -294,7 +303,7 @@ class _Meter:
                 reduced.append(e.outs[0].nbytes)
             end = len(run.events)
             for v in made:
-                if v.index not in apart and v.kind != CONST:
+                if v.index not in apart and not v.cheap:
                     stop = end if v.index in results else last.get(v.index, i)
                     stays.append((i, stop, v.nbytes, self.is_split(v, split)))
         return Pass(

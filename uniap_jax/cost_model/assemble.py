@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from uniap_jax.core.costs import Candidate, CostTables
-from uniap_jax.core.described import Describer, batch_bytes, divisors, param_bytes
+from uniap_jax.core.described import Describer, batch_bytes, cut_batch, divisors, param_bytes
 from uniap_jax.core.errors import StrategyError
 from uniap_jax.core.graph import Layer, LayerGraph
 from uniap_jax.core.machine import Cluster
@@ -372,19 +372,3 @@ def busy_factor(candidate: Candidate, slowdown: float) -> float:
         return 1.0
     busy = stages * pieces / (stages + pieces - 1)
     return (1.0 + (slowdown - 1.0) * (busy - 1.0) / (stages - 1)) / slowdown
-
-
-def cut_batch(graph: LayerGraph, pieces: int) -> LayerGraph:
-    """The same layers with the shapes of one micro-batch; jaxprs stay those of the whole batch."""
-    if pieces == 1:
-        return graph
-
-    def cut(shape: tuple[int, ...], dim: int | None) -> tuple[int, ...]:
-        return shape if dim is None else (*shape[:dim], max(1, shape[dim] // pieces), *shape[dim + 1 :])
-
-    return replace(
-        graph,
-        values=tuple(replace(v, shape=cut(v.shape, v.batch_dim)) for v in graph.values),
-        operands=tuple(replace(o, shape=cut(o.shape, o.batch_dim)) for o in graph.operands),
-        num_microbatches=pieces,
-    )

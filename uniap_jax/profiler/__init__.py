@@ -1,0 +1,138 @@
+"""Times and memory of layers under strategies. One door: `profile`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from uniap_jax.core.described import Describer
+from uniap_jax.core.errors import ProfileError
+from uniap_jax.core.graph import LayerGraph
+from uniap_jax.core.machine import Cluster
+from uniap_jax.core.profile import Key, LayerCost, LinkFit, Profile, Rates
+from uniap_jax.profiler.cache import Cache, default_dir
+from uniap_jax.profiler.calibrate import fill
+from uniap_jax.profiler.measure import Measurer, measure_machine, measured_links, run_entries
+from uniap_jax.profiler.order import Entry, by_value, entries
+
+__all__ = ["profile"]
+
+LINKS_SHARE = 0.25
+"""Of the budget, what measuring the machine may take."""
+
+
+def profile(
+    graph: LayerGraph,
+    cluster: Cluster,
+    *,
+    source: str = "measured",
+    num_stages: int | Sequence[int] | str = "auto",
+    num_microbatches: int | Sequence[int] | str = "auto",
+    keeps: tuple[str, ...] = ("all", "inputs"),
+    budget_s: float = 120.0,
+    cache_dir: str | Path | None = None,
+    devices: Sequence[Any] | None = None,
+    progress: Callable[[int, int, str], None] | None = None,
+) -> Profile:
+    """Costs of every kind of layer under every legal strategy and micro-batch.
+
+    "measured" compiles and times what decides most first and stops when the budget is spent; the rest is described
+    from the cluster's rates, calibrated on what was measured, and marked "scaled". "described" compiles nothing.
+
+    Args:
+        graph: from the frontend.
+        cluster: the devices; for "measured" those at hand.
+        source: "measured" or "described".
+        num_stages: pipeline stages to cover; "auto" for every divisor of the devices.
+        num_microbatches: micro-batches to cover; "auto" for every divisor of the batch.
+        keeps: what strategies may keep for the backward pass.
+        budget_s: seconds to spend on compiling and timing; measurements in the cache cost none of it.
+        cache_dir: where measurements are kept; the user's cache folder where None.
+        devices: to measure on, in the order stages take them; the first of `jax.devices()` where None.
+        progress: called with what is done, how much there is, and what is being measured.
+
+    Raises:
+        ProfileError: an unknown source, a count that is not possible, or devices that are not the cluster's.
+    """
+    start = time.monotonic()
+    if source not in ("measured", "described"):
+        raise ProfileError(f"source {source!r} is unknown; use measured or described", field="source")
+    describer = Describer(graph, cluster)
+    found = entries(describer, num_stages=num_stages, num_microbatches=num_microbatches, keeps=keeps)
+    if source == "described":
+        costs = {e.key: _described(describer, e) for e in found}
+        return _profile(describer, costs, source=source, start=start)
+    here = _devices(cluster, devices)
+    cache = Cache(Path(cache_dir) if cache_dir is not None else default_dir())
+    stages = sorted({e.num_stages for e in found})
+    fits, rates = measure_machine(here, stages, cache, start + LINKS_SHARE * budget_s)
+    describer = measured_links(describer, fits)
+    measurer = Measurer(describer=describer, devices=here, rates=rates, cache=cache)
+    ranked = by_value(found, describer)
+    measured = run_entries(ranked, measurer, deadline_s=start + budget_s, progress=progress)
+    costs, calibration = fill(found, measured, describer)
+    count = sum(c.origin == "measured" for c in measured.values())
+    note = (
+        f"{count} of {len(found)} entries are measured; the others are described, calibrated on these "
+        f"(mean error {calibration.error:.0%} before the correction by neighbours)."
+    )
+    return _profile(
+        describer,
+        costs,
+        source="measured" if count else "described",
+        start=start,
+        links=fits,
+        rates=rates,
+        notes=(note, *measurer.notes),
+        jax_version=jax.__version__,
+    )
+
+
+def _described(describer: Describer, entry: Entry) -> LayerCost:
+    layer = describer.graph.layers[entry.layer]
+    return describer.cost(layer, entry.strategy, samples=entry.key.samples, fused=entry.num_stages == 1)
+
+
+def _devices(cluster: Cluster, devices: Sequence[Any] | None) -> list[Any]:
+    here = list(jax.devices() if devices is None else devices)
+    kinds = {d.device_kind for d in here}
+    if len(here) < cluster.num_devices or kinds != {cluster.kind}:
+        raise ProfileError(
+            f"{cluster.name} has {cluster.num_devices} devices of kind {cluster.kind!r}, but here are {len(here)} of "
+            f"kind {', '.join(sorted(kinds))}: nothing can be measured; use source='described', or local_cluster()",
+            field="devices",
+            wanted=cluster.num_devices,
+            found=len(here),
+        )
+    return here[: cluster.num_devices]
+
+
+def _profile(
+    describer: Describer,
+    costs: dict[Key, LayerCost],
+    *,
+    source: str,
+    start: float,
+    links: tuple[LinkFit, ...] = (),
+    rates: Rates | None = None,
+    notes: tuple[str, ...] = (),
+    jax_version: str = "",
+) -> Profile:
+    graph, cluster = describer.graph, describer.cluster
+    return Profile(
+        source=source,
+        graph_fingerprint=graph.fingerprint,
+        device_kind=cluster.kind,
+        num_devices=cluster.num_devices,
+        batch_size=graph.batch_size,
+        entries=tuple(sorted(costs.items(), key=lambda pair: pair[0])),
+        links=links,
+        rates=rates or Rates(),
+        jax_version=jax_version,
+        seconds=time.monotonic() - start,
+        notes=(*notes, *describer.notes),
+    )

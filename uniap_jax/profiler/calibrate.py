@@ -1,0 +1,138 @@
+"""From a few measurements to all entries: described parts weighed to fit, then corrected by the nearest neighbour."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from uniap_jax.core.described import Describer
+from uniap_jax.core.profile import Key, LayerCost
+from uniap_jax.profiler.order import Entry
+
+PRIOR = 0.05
+"""Weight of the described rates against one measurement: decides only where measurements cannot."""
+REACH = 2.0
+"""Distance (in doublings of a degree or of the batch) at which a neighbour's correction counts for half."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Calibration:
+    """Weights of the described parts.
+
+    Attributes:
+        weights: of flops, bytes, kernels, collectives inside the layer, gradient synchronisation.
+        error: mean relative distance of the measured entries from the weighed parts.
+    """
+
+    weights: NDArray[np.float64]
+    error: float
+
+
+def described_parts(describer: Describer, entry: Entry) -> NDArray[np.float64]:
+    """Seconds of flops, bytes, kernels, collectives inside the layer, gradient synchronisation."""
+    layer, fused = describer.graph.layers[entry.layer], entry.num_stages == 1
+    parts = describer.parts(layer, entry.strategy, samples=entry.key.samples, fused=fused)
+    cost = describer.cost(layer, entry.strategy, samples=entry.key.samples, fused=fused)
+    return np.array([parts.flops_s, parts.memory_s, parts.kernels_s, parts.reduce_s + parts.gather_s, cost.sync_s])
+
+
+def calibrate(measured: Sequence[tuple[NDArray[np.float64], float]]) -> Calibration:
+    """Weights >= 0 that minimise the relative error of the measured totals, drawn to one common factor.
+
+    Args:
+        measured: (described parts, measured seconds with gradient synchronisation).
+    """
+    from scipy.optimize import nnls
+
+    if not measured:
+        return Calibration(weights=np.ones(5), error=0.0)
+    parts = np.stack([p for p, _ in measured])
+    seconds = np.array([t for _, t in measured])
+    factor = float(np.median(seconds / np.maximum(parts.sum(axis=1), 1e-12)))
+    scaled = parts / seconds[:, None]
+    prior = math.sqrt(PRIOR) * np.eye(parts.shape[1]) * np.maximum(scaled.mean(axis=0), 1e-9)
+    design = np.vstack([scaled, prior])
+    target = np.concatenate([np.ones(len(seconds)), prior @ np.full(parts.shape[1], factor)])
+    weights, _ = nnls(design, target)
+    error = float(np.mean(np.abs(scaled @ weights - 1.0)))
+    return Calibration(weights=weights, error=error)
+
+
+def fill(
+    entries: Sequence[Entry], measured: Mapping[Key, LayerCost], describer: Describer
+) -> tuple[dict[Key, LayerCost], Calibration]:
+    """Every entry: measured where it was, else the calibrated description times the neighbour's correction."""
+    parts = {e.key: described_parts(describer, e) for e in entries}
+    known = [e for e in entries if e.key in measured and measured[e.key].origin == "measured"]
+    found = calibrate([(parts[e.key], _total(measured[e.key])) for e in known])
+    ratio = {e.key: _total(measured[e.key]) / max(float(parts[e.key] @ found.weights), 1e-12) for e in known}
+    by_layer: dict[int, list[Entry]] = {}
+    for e in known:
+        by_layer.setdefault(e.layer, []).append(e)
+    filled = dict(measured)
+    for e in entries:
+        if e.key not in filled:
+            filled[e.key] = _scaled(e, parts[e.key], found, by_layer.get(e.layer, []), ratio, measured, describer)
+    return filled, found
+
+
+def _total(cost: LayerCost) -> float:
+    return cost.time_s + cost.sync_s
+
+
+def _scaled(
+    entry: Entry,
+    parts: NDArray[np.float64],
+    found: Calibration,
+    known: Sequence[Entry],
+    ratio: Mapping[Key, float],
+    measured: Mapping[Key, LayerCost],
+    describer: Describer,
+) -> LayerCost:
+    layer = describer.graph.layers[entry.layer]
+    base = describer.cost(layer, entry.strategy, samples=entry.key.samples, fused=entry.num_stages == 1)
+    if not ratio:
+        return base
+    correction, transient = 1.0, base.transient_bytes
+    if known:
+        near = min(known, key=lambda k: distance(entry, k))
+        correction = ratio[near.key] ** (REACH / (REACH + distance(entry, near)))
+        transient = _transient(entry, near, base, measured[near.key], describer)
+    sync = float(parts[4] * found.weights[4] * correction)
+    rest = float(parts[:4] @ found.weights[:4] * correction)
+    share = base.forward_s / base.time_s if base.time_s > 0 else 1 / 3
+    return replace(
+        base,
+        forward_s=rest * share,
+        backward_s=rest * (1 - share),
+        sync_s=sync,
+        transient_bytes=transient,
+        origin="scaled",
+    )
+
+
+def _transient(entry: Entry, near: Entry, base: LayerCost, known: LayerCost, describer: Describer) -> float:
+    """Working memory by the neighbour's measured over described, where the neighbour is the same but for the batch."""
+    if (near.strategy, near.num_stages) != (entry.strategy, entry.num_stages):
+        return base.transient_bytes
+    layer = describer.graph.layers[near.layer]
+    told = describer.cost(layer, near.strategy, samples=near.key.samples, fused=near.num_stages == 1)
+    if told.transient_bytes <= 0:
+        return base.transient_bytes
+    return base.transient_bytes * known.transient_bytes / told.transient_bytes
+
+
+def distance(a: Entry, b: Entry) -> float:
+    """How unlike two entries of one layer are: doublings of degrees and batch, and whether they keep alike."""
+    pairs = (
+        (a.strategy.data, b.strategy.data),
+        (a.strategy.fsdp, b.strategy.fsdp),
+        (a.strategy.tensor, b.strategy.tensor),
+        (a.key.samples, b.key.samples),
+    )
+    moved = sum(abs(math.log2(x / y)) for x, y in pairs) / 2
+    return moved + 1.5 * (a.strategy.keep != b.strategy.keep) + 0.5 * (a.num_stages != b.num_stages)

@@ -1,0 +1,254 @@
+"""The programs that are measured: forward and backward of one layer, laid out as the runtime lays it out.
+
+With one stage both directions are one program, as in the planned step. A pipeline stage runs them as two, with the
+kept values in between; inputs, and cheap functions of parameters or of the batch alone, are not kept but made again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from uniap_jax.core.graph import Layer, LayerGraph
+from uniap_jax.core.jax_compat import Literal
+from uniap_jax.core.jaxprs import Tape, close, flatten, live_eqns, open_jaxpr
+from uniap_jax.core.sharding import LayerSharding, layer_sharding
+from uniap_jax.core.strategy import Strategy
+from uniap_jax.core.work import CHEAP, is_float, layer_avals, layer_function
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Direction:
+    """A compiled program and arguments to run it with.
+
+    Attributes:
+        compiled: the executable.
+        arguments: placed arrays.
+        memory: bytes per device: arguments, outputs, temporaries, aliased; empty where the backend does not say.
+    """
+
+    compiled: Any
+    arguments: tuple[Any, ...]
+    memory: dict[str, float]
+
+    def __call__(self) -> Any:
+        """Runs once and waits."""
+        return jax.block_until_ready(self.compiled(*self.arguments))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Case:
+    """One layer under one strategy, and where it runs.
+
+    Attributes:
+        graph: traced at the micro-batch to measure.
+        layer: of that graph.
+        strategy: on a stage's sub-mesh.
+        mesh: the sub-mesh.
+    """
+
+    graph: LayerGraph
+    layer: Layer
+    strategy: Strategy
+    mesh: Mesh
+
+    def sharding(self) -> LayerSharding:
+        """Layout of the layer's arrays on the sub-mesh."""
+        return layer_sharding(self.graph, self.layer, self.strategy)
+
+
+def compile_fused(case: Case, arrays: Arrays) -> tuple[Direction]:
+    """Forward and backward as one program: `(params, operands, reads, cotangents) -> gradients`."""
+    where, run = case.sharding(), _laid_out(case)
+
+    def both(params: Any, operands: Any, reads: Any, cotangents: Any) -> Any:
+        _, pull = _vjp(run, params, operands, reads)
+        return _pinned_grads(pull(cotangents), case, where)
+
+    shapes = (*layer_avals(case.layer), _float_writes(case))
+    specs = (where.stored, where.operands, where.reads, _float_specs(case, where))
+    return (_compile(case, both, shapes, specs, _grad_specs(case, where), arrays),)
+
+
+def compile_split(case: Case, arrays: Arrays) -> tuple[Direction, Direction]:
+    """Forward `-> (writes, kept)` and backward `(inputs, kept, cotangents) -> gradients`, as stages run them."""
+    where, run = case.sharding(), _laid_out(case)
+    structure: list[Any] = []
+
+    def forward(params: Any, operands: Any, reads: Any) -> Any:
+        outs, pull = _vjp(run, params, operands, reads)
+        leaves, tree = jax.tree.flatten(pull)
+        structure[:] = [tree]
+        return outs, leaves
+
+    groups = layer_avals(case.layer)
+    tape = flatten(jax.make_jaxpr(forward)(*groups))
+    writes = _float_specs(case, where)
+    residuals = tape.outvars[len(writes) :]
+    again = _cheap(tape, [*tape.invars[: len(groups[0]) + len(groups[1])], *tape.consts])
+    known = {*again, *tape.invars}
+    kept = [v for v in dict.fromkeys(r for r in residuals if not isinstance(r, Literal)) if v not in known]
+    ahead = _as_function(tape, tape.invars, [*tape.outvars[: len(writes)], *kept])
+    flat_shapes, flat_specs = [a for g in groups for a in g], [*where.stored, *where.operands, *where.reads]
+    first = _compile(case, ahead, (flat_shapes,), (flat_specs,), [*writes, *([None] * len(kept))], arrays)
+
+    wanted = [r for r in residuals if not isinstance(r, Literal) and r not in kept]
+    needed = live_eqns(tape.eqns, wanted)[1]
+    inputs = [i for i, v in enumerate(tape.invars) if v in needed]
+    remake = _as_function(tape, [tape.invars[i] for i in inputs], wanted)
+
+    def behind(given: Any, held: Any, cotangents: Any) -> Any:
+        values = dict(zip([*wanted, *kept], [*remake(given), *held], strict=True))
+        leaves = [r.val if isinstance(r, Literal) else values[r] for r in residuals]
+        return _pinned_grads(jax.tree.unflatten(structure[0], leaves)(cotangents), case, where)
+
+    shapes = ([flat_shapes[i] for i in inputs], [_shape(v) for v in kept], _float_writes(case))
+    held = list(first.compiled.output_shardings[len(writes) :])
+    specs = ([flat_specs[i] for i in inputs], held, writes)
+    return first, _compile(case, behind, shapes, specs, _grad_specs(case, where), arrays)
+
+
+def _vjp(run: Callable[..., list[Any]], params: Any, operands: Any, reads: Any) -> tuple[list[Any], Any]:
+    """Differentiable results, and the pull-back to parameters and differentiable reads."""
+    flags = [is_float(r) for r in reads]
+
+    def of(params: Any, moving: Any) -> list[Any]:
+        it = iter(moving)
+        outs = run(params, operands, [next(it) if f else r for f, r in zip(flags, reads, strict=True)])
+        return [o for o in outs if is_float(o)]
+
+    return jax.vjp(of, params, [r for r, f in zip(reads, flags, strict=True) if f])
+
+
+def _laid_out(case: Case) -> Callable[..., list[Any]]:
+    """The layer with its layout pinned at its edges."""
+    function, where = layer_function(case.layer, case.strategy.keep), case.sharding()
+
+    def run(params: Sequence[Any], operands: Sequence[Any], reads: Sequence[Any]) -> list[Any]:
+        p = [_pin(a, case.mesh, s) for a, s in zip(params, where.params, strict=True)]
+        r = [_pin(a, case.mesh, s) for a, s in zip(reads, where.reads, strict=True)]
+        return [_pin(a, case.mesh, s) for a, s in zip(function(p, operands, r), where.writes, strict=True)]
+
+    return run
+
+
+def _pin(array: Any, mesh: Mesh, spec: PartitionSpec) -> Any:
+    if mesh.size == 1 or not array.shape or not jax.dtypes.issubdtype(array.dtype, np.generic):
+        return array
+    return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, spec))
+
+
+def _pinned_grads(pulled: Any, case: Case, where: LayerSharding) -> Any:
+    grads, into = pulled
+    return [*(_pin(g, case.mesh, s) for g, s in zip(grads, where.grads, strict=True)), *into]
+
+
+def _grad_specs(case: Case, where: LayerSharding) -> list[PartitionSpec]:
+    reads = layer_avals(case.layer)[2]
+    return [*where.grads, *(s for s, a in zip(where.reads, reads, strict=True) if is_float(a))]
+
+
+def _float_writes(case: Case) -> list[Any]:
+    return [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in case.layer.jaxpr.out_avals if is_float(a)]
+
+
+def _float_specs(case: Case, where: LayerSharding) -> list[PartitionSpec]:
+    return [s for s, a in zip(where.writes, case.layer.jaxpr.out_avals, strict=True) if is_float(a)]
+
+
+def _shape(var: Any) -> Any:
+    return jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype)
+
+
+def _cheap(tape: Tape, start: Sequence[Any]) -> set[Any]:
+    """Variables that cheap equations make of `start` alone."""
+    found = set(start)
+    for eqn in tape.eqns:
+        if eqn.primitive.name in CHEAP and all(isinstance(v, Literal) or v in found for v in eqn.invars):
+            found.update(eqn.outvars)
+    return found
+
+
+def _as_function(tape: Tape, inputs: Sequence[Any], outs: Sequence[Any]) -> Callable[..., list[Any]]:
+    """The part of a tape that computes `outs`, as a function of one list."""
+    eqns, _ = live_eqns(tape.eqns, outs)
+    jaxpr = close([*inputs, *tape.consts], list(outs), eqns)
+
+    def run(args: Sequence[Any]) -> list[Any]:
+        return list(jax.core.eval_jaxpr(open_jaxpr(jaxpr), (), *args, *tape.consts.values()))
+
+    return run
+
+
+def _compile(
+    case: Case,
+    function: Callable[..., Any],
+    shapes: Sequence[Sequence[Any]],
+    specs: Sequence[Sequence[Any]],
+    out_specs: Sequence[PartitionSpec | None],
+    arrays: Arrays,
+) -> Direction:
+    """Compiles on the sub-mesh and places arguments; None leaves an output's layout to the compiler."""
+    mesh = case.mesh
+
+    def named(spec: Any) -> Any:
+        return NamedSharding(mesh, spec) if isinstance(spec, PartitionSpec) else spec
+
+    shardings = tuple([named(s) for s in group] for group in specs)
+    with jax.set_mesh(mesh):
+        jitted = jax.jit(function, in_shardings=shardings, out_shardings=[named(s) for s in out_specs])
+        compiled = jitted.lower(*[list(g) for g in shapes]).compile()
+    placed = tuple(
+        [arrays.place(s, h) for s, h in zip(group, where, strict=True)]
+        for group, where in zip(shapes, shardings, strict=True)
+    )
+    return Direction(compiled=compiled, arguments=placed, memory=memory_of(compiled))
+
+
+def memory_of(compiled: Any) -> dict[str, float]:
+    """Bytes per device of a compiled program; empty where the backend does not say."""
+    found = compiled.memory_analysis()
+    if found is None:
+        return {}
+    return {
+        "arguments": float(found.argument_size_in_bytes),
+        "outputs": float(found.output_size_in_bytes),
+        "temporaries": float(found.temp_size_in_bytes),
+        "aliased": float(found.alias_size_in_bytes),
+    }
+
+
+class Arrays:
+    """Host arrays by shape, made once, placed where a program wants them.
+
+    Values are small positive numbers: time does not depend on them, but denormals and NaNs are slow.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[tuple[int, ...], str], Any] = {}
+
+    def place(self, shape: Any, sharding: Any) -> Any:
+        """An array of this shape and dtype, laid out."""
+        key = (tuple(shape.shape), str(shape.dtype))
+        if key not in self._made:
+            self._made[key] = _example(shape)
+        return jax.device_put(self._made[key], sharding)
+
+
+_KEYS = {"fry": "threefry2x32", "rbg": "rbg", "urbg": "unsafe_rbg"}
+"""Names of key kinds by the tag that their dtype shows."""
+
+
+def _example(shape: Any) -> Any:
+    if jax.dtypes.issubdtype(shape.dtype, jax.dtypes.prng_key):
+        tag = str(shape.dtype).partition("<")[2].rstrip(">")
+        key = jax.random.key(0, impl=_KEYS.get(tag, tag))
+        return jax.random.split(key, shape.shape) if shape.shape else key
+    if jax.dtypes.issubdtype(shape.dtype, np.inexact):
+        return np.random.default_rng(0).uniform(0.01, 0.05, shape.shape).astype(shape.dtype)
+    return np.zeros(shape.shape, shape.dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -9,7 +10,7 @@ from typing import Literal
 import numpy as np
 
 from uniap_jax.core.costs import Candidate, CostModel, CostTables
-from uniap_jax.core.errors import InfeasibleError, OptionError, StrategyError
+from uniap_jax.core.errors import InfeasibleError, OptionError
 from uniap_jax.core.plan import SCHEDULES
 from uniap_jax.core.strategy import Strategy
 
@@ -114,9 +115,18 @@ def changed_degrees(a: Strategy, b: Strategy) -> int:
 
 
 def nearest(tables: CostTables, layer: int, wanted: Strategy) -> int | None:
-    """Position of the legal strategy of a layer with the fewest changed degrees, or None without a legal one."""
+    """Position of the legal strategy of a layer with the fewest changed degrees, or None without a legal one.
+
+    Of several with as few changes, the one whose degrees are nearest.
+    """
     legal = np.flatnonzero(tables.allowed[layer]).tolist()
-    return min(legal, key=lambda k: (changed_degrees(tables.strategies[k], wanted), k), default=None)
+
+    def distance(k: int) -> tuple[int, float, int]:
+        s = tables.strategies[k]
+        ratios = (s.data / wanted.data, s.fsdp / wanted.fsdp, s.tensor / wanted.tensor)
+        return changed_degrees(s, wanted), sum(abs(math.log2(r)) for r in ratios), k
+
+    return min(legal, key=distance, default=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,38 +134,32 @@ class Pinned:
     """Tables restricted to one strategy wherever it is legal and to the nearest legal one elsewhere.
 
     Attributes:
-        strategy: the one wanted.
+        strategy: the one wanted; where its degrees do not fill a stage, more data parallelism does.
+        num_devices: of the cluster.
         inner: builds the full tables.
     """
 
     strategy: Strategy
+    num_devices: int
     inner: Callable[[Candidate], CostTables]
 
     def __call__(self, candidate: Candidate) -> CostTables:
         """The candidate's tables with one strategy per layer."""
         tables = self.inner(candidate)
+        wanted = filled(self.strategy, self.num_devices // candidate.num_stages)
         allowed = np.zeros(tables.allowed.shape, dtype=np.bool_)
         for u in range(tables.num_layers):
-            k = nearest(tables, u, self.strategy)
+            k = nearest(tables, u, wanted)
             if k is not None:
                 allowed[u, k] = True
         return replace(tables, allowed=allowed)
 
 
-def check_pin(costs: CostModel, candidates: tuple[Candidate, ...], strategy: Strategy) -> tuple[Candidate, ...]:
-    """Candidates whose stages have as many devices as the strategy.
+def filled(strategy: Strategy, num_devices: int) -> Strategy:
+    """The strategy with its data degree raised to fill a stage: tensor=2 on 8 devices is data=4,tensor=2.
 
-    Raises:
-        StrategyError: no candidate has; names the sizes that exist.
+    Unchanged where its degrees fill the stage or cannot.
     """
-    fitting = tuple(c for c in candidates if costs.num_devices // c.num_stages == strategy.num_devices)
-    if not fitting:
-        sizes = sorted({costs.num_devices // c.num_stages for c in candidates})
-        raise StrategyError(
-            f"strategy {strategy} is for {strategy.num_devices} devices per stage, but the {costs.num_devices} devices "
-            f"here make stages of {', '.join(map(str, sizes))}; choose degrees that multiply to one of these",
-            strategy=str(strategy),
-            num_devices=costs.num_devices,
-            possible=tuple(sizes),
-        )
-    return fitting
+    if num_devices % strategy.num_devices:
+        return strategy
+    return replace(strategy, data=strategy.data * (num_devices // strategy.num_devices))

@@ -20,7 +20,7 @@ from uniap_jax.planner.clock import Clock
 from uniap_jax.planner.columns import MAX_LABELS, grow_columns
 from uniap_jax.planner.infeasible import least_memory
 from uniap_jax.planner.intervals import Intervals, build_intervals, guide, widest
-from uniap_jax.planner.master import Network, Path, master_mip, network_of, path_of, search_paths, without_slow
+from uniap_jax.planner.master import Network, Path, master_mip, network_of, path_of, search_paths, without_hopeless
 from uniap_jax.planner.mip_model import solve_mip
 
 FIRST_TARGET = 1e-3
@@ -176,7 +176,7 @@ def confirm_by_master(tables: CostTables, *, value: float, time_limit_s: float) 
     if way is None:
         return None, "", "the master could not be rebuilt around the plan; the path search stands"
     columns = grow_columns(chain, way, expired=clock.expired)
-    network = without_slow(network_of(chain, columns), upper=upper)
+    network = without_hopeless(network_of(chain, columns), upper=upper)
     size = sum(len(members) for members in network.by_stage)
     if size > MASTER_COLUMNS or not columns.complete:
         return None, "", f"the master of {size} columns was left to the path search"

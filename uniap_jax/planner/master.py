@@ -145,15 +145,53 @@ def _walk_back(
     )
 
 
-def without_slow(network: Network, *, upper: float) -> Network:
-    """The network without columns too slow for a plan at or below `upper`: (c - 1) T <= upper - least total - least D."""
-    cheapest = shortest_path(network, slowest=np.inf, iteration=np.inf)
-    if cheapest is None or network.count == 1:
-        return network
-    iteration = max(float(network.columns.iteration[m].min(initial=np.inf)) for m in network.by_stage)
-    limit = (upper - cheapest.total - iteration) / (network.count - 1)
-    time = network.columns.time
-    return replace(network, by_stage=tuple(m[time[m] <= limit * (1 + 1e-9)] for m in network.by_stage))
+def without_hopeless(network: Network, *, upper: float) -> Network:
+    """The network without columns that no path at or below `upper` can use.
+
+    A path through a column takes at least: the cheapest way to its start, itself, the cheapest way on, (c - 1) times the
+    larger of its own time and the bottleneck of the network, and the least D.
+    """
+    columns, last = network.columns, len(network.by_stage) - 1
+    iteration = max(float(columns.iteration[m].min(initial=np.inf)) for m in network.by_stage)
+    ahead, slowest = _sweep(network)
+    behind = np.zeros(network.num_exits)
+    through = np.full(len(columns.time), np.inf)
+    for i in range(last, -1, -1):
+        members = network.by_stage[i]
+        on = columns.time[members] + behind[network.leave[members]]
+        through[members] = ahead[network.start[members]] + on
+        if i > 0:
+            starts = np.full(network.num_starts, np.inf)
+            np.minimum.at(starts, network.start[members], on)
+            left, right, cost = network.links[i - 1]
+            behind = np.full(network.num_exits, np.inf)
+            np.minimum.at(behind, left, cost + starts[right])
+    least = through + iteration
+    if network.count > 1:
+        least = least + (network.count - 1) * np.maximum(columns.time, slowest)
+    hopeful = least <= upper * (1 + 1e-9)
+    return replace(network, by_stage=tuple(m[hopeful[m]] for m in network.by_stage))
+
+
+def _sweep(network: Network) -> tuple[FloatArray, float]:
+    """Cheapest total to every start node, and the least slowest time of any path."""
+    columns = network.columns
+    total, worst = np.full(network.num_starts, np.inf), np.full(network.num_starts, np.inf)
+    first = network.start[network.by_stage[0]]
+    total[first] = worst[first] = 0.0
+    slowest = np.inf
+    for i, members in enumerate(network.by_stage):
+        start, leave = network.start[members], network.leave[members]
+        sums, peaks = np.full(network.num_exits, np.inf), np.full(network.num_exits, np.inf)
+        np.minimum.at(sums, leave, total[start] + columns.time[members])
+        np.minimum.at(peaks, leave, np.maximum(worst[start], columns.time[members]))
+        if i + 1 == len(network.by_stage):
+            slowest = float(peaks.min(initial=np.inf))
+            break
+        left, right, cost = network.links[i]
+        np.minimum.at(total, right, sums[left] + cost)
+        np.minimum.at(worst, right, np.maximum(peaks[left], cost))
+    return total, slowest
 
 
 def _best_time(network: Network, *, iteration: float, upper: float) -> Path | None:

@@ -46,9 +46,17 @@ def solve_tables(
     *,
     engine: str = "interval",
     time_limit_s: float = 60.0,
+    confirm: bool = True,
     progress: Callable[[Progress], None] | None = None,
 ) -> TablesResult:
     """Solves one candidate.
+
+    Args:
+        tables: of the candidate.
+        engine: by name, as in `solve`.
+        time_limit_s: wall time.
+        confirm: also have CBC solve the master of the interval engine.
+        progress: called after every step.
 
     Raises:
         OptionError: unknown engine, or a brute force over too much.
@@ -57,7 +65,8 @@ def solve_tables(
     devices = tables.candidate.num_stages * (tables.strategies[0].num_devices if tables.strategies else 1)
     run = Run(lambda _: tables, (tables.candidate,), engine, clock, num_devices=devices, progress=progress)
     result = run.search()
-    run.confirm(result)
+    if confirm:
+        run.confirm(result)
     best = run.incumbent.best
     if best is None:
         proved = result.complete and engine in EXACT

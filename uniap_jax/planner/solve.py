@@ -10,7 +10,7 @@ from uniap_jax.core.costs import Candidate, CostModel, CostTables
 from uniap_jax.core.errors import NoPlanInTimeError, UniapError
 from uniap_jax.core.plan import Certificate, LayerPlan, Plan, Prediction
 from uniap_jax.core.strategy import Strategy
-from uniap_jax.planner.candidates import Auto, Pinned, check_pin, restrict, select_candidates
+from uniap_jax.planner.candidates import Auto, Pinned, filled, restrict, select_candidates
 from uniap_jax.planner.clock import Clock
 from uniap_jax.planner.engines import BASELINES, EXACT, engine_named
 from uniap_jax.planner.infeasible import explain
@@ -153,15 +153,13 @@ def solve(
         OptionError: a fixed value that no candidate has, or an unknown engine; names what exists.
         InfeasibleError: no plan exists, proved.
         NoPlanInTimeError: the time passed before any plan was found.
-        StrategyError: `strategy` fits no stage.
     """
     clock = Clock(limit_s=time_limit_s)
     engine_named(engine)
     candidates = select_candidates(costs, num_stages=num_stages, num_microbatches=num_microbatches, schedule=schedule)
     tables_of: Callable[[Candidate], CostTables] = costs.tables
     if strategy is not None:
-        candidates = check_pin(costs, candidates, strategy)
-        tables_of = Pinned(strategy=strategy, inner=costs.tables)
+        tables_of = Pinned(strategy=strategy, num_devices=costs.num_devices, inner=costs.tables)
     run = Run(tables_of, candidates, engine, clock, num_devices=costs.num_devices, progress=progress)
     compare = baselines and strategy is None and engine in EXACT
     if compare:
@@ -201,11 +199,12 @@ def _no_plan(run: Run, costs: CostModel, result: SearchResult) -> UniapError:
 
 def _pin_notes(costs: CostModel, best: Priced, strategy: Strategy) -> list[str]:
     chosen = costs.tables(best.candidate).strategies
+    wanted = filled(strategy, costs.num_devices // best.candidate.num_stages)
     others: dict[Strategy, list[str]] = {}
     for name, k in zip(costs.layer_names, best.assignment.strategy, strict=True):
-        if chosen[k] != strategy:
+        if chosen[k] != wanted:
             others.setdefault(chosen[k], []).append(name)
-    notes = [f"the strategy is pinned to {strategy}; optimal means over what is left"]
+    notes = [f"the strategy is pinned to {wanted}; optimal means over what is left"]
     notes += [
         f"{len(names)} of {len(costs.layer_names)} layers may not take it and run {other}: "
         f"{', '.join(names[:8])}{', ...' if len(names) > 8 else ''}"

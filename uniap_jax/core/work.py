@@ -10,22 +10,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AbstractMesh, Mesh
 from numpy.typing import NDArray
 
 from uniap_jax.core import dims
 from uniap_jax.core.dim_classes import ClassBuilder, Node
 from uniap_jax.core.dim_rules import rule_for
 from uniap_jax.core.dim_shape_rules import CONST, LIVE, PARAM, Use, shape_of
-from uniap_jax.core.dim_walk import inner_jaxpr, open_jaxpr
+from uniap_jax.core.dim_walk import inner_jaxpr
 from uniap_jax.core.graph import Layer
 from uniap_jax.core.jax_compat import Literal
-from uniap_jax.core.jaxprs import eqn_flops
+from uniap_jax.core.jaxprs import eqn_flops, open_jaxpr
+from uniap_jax.core.rewrite import tensor_rewrite
 
 FloatArray = NDArray[np.float64]
 BoolArray = NDArray[np.bool_]
@@ -104,7 +106,21 @@ def layer_function(layer: Layer, keep: str) -> Callable[..., list[Any]]:
     if keep == "all":
         return plain
     policy = jax.checkpoint_policies.dots_saveable if keep == "dots" else None
-    return jax.checkpoint(plain, policy=policy)  # type: ignore[no-any-return]
+    return jax.checkpoint(plain, policy=policy)
+
+
+def split_layer(layer: Layer, tensor: int, mesh: Mesh | None = None, axes: tuple[str, ...] = ("x0",)) -> Layer:
+    """A layer as it is computed under tensor ways: with its projections merged.
+
+    Args:
+        layer: as traced.
+        tensor: ways.
+        mesh: to pin layouts on; none but an abstract one where nothing is compiled.
+        axes: of the mesh, that the ways take.
+    """
+    if tensor == 1:
+        return layer
+    return replace(layer, jaxpr=tensor_rewrite(layer, tensor, mesh or AbstractMesh((tensor,), ("x0",)), axes))
 
 
 def is_float(aval: Any) -> bool:
@@ -127,6 +143,7 @@ def measure_work(layer: Layer, *, keep: str, tensor: int) -> Work:
         keep: what the forward keeps.
         tensor: ways; says which dimensions are split, not yet by how much.
     """
+    layer = split_layer(layer, tensor)
     forward, backward, where = _trace(layer, keep)
     meter = _Meter()
     params, operands, _ = layer_avals(layer)

@@ -318,9 +318,9 @@ class TableModel:
         repeated = [u for group in groups.values() if len(group) > 1 for u in group]
         if not repeated:
             repeated = [max(range(len(self.graph.layers)), key=lambda u: transient[u].max())]
-        base = transient[repeated].max(axis=0)
+        base: FloatArray = transient[repeated].max(axis=0)
         per_stage = max(1.0, len(repeated) / candidate.num_stages)
-        shares = np.maximum(transient - base[None, :], 0.0)
+        shares: FloatArray = np.maximum(transient - base[None, :], 0.0)
         shares[repeated] = transient[repeated] / per_stage
         return shares
 

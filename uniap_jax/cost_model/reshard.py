@@ -46,8 +46,8 @@ def bundles(graph: LayerGraph) -> tuple[Bundle, ...]:
         for v in dict.fromkeys(layer.reads):
             readers.setdefault(v, []).append(layer.index)
     groups: dict[tuple[int, tuple[int, ...]], list[int]] = {}
-    for v, who in readers.items():
-        groups.setdefault((producer[v], tuple(who)), []).append(v)
+    for v, users in readers.items():
+        groups.setdefault((producer[v], tuple(users)), []).append(v)
     found = []
     for (writer, who), values in sorted(groups.items()):
         moved = still = whole = 0.0

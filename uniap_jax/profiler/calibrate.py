@@ -13,8 +13,10 @@ from uniap_jax.core.described import Describer
 from uniap_jax.core.profile import Key, LayerCost
 from uniap_jax.profiler.order import Entry
 
-PRIOR = 0.05
+PRIOR = 0.3
 """Weight of the described rates against one measurement: decides only where measurements cannot."""
+LEAST_RECOMPUTE = 0.05
+"""Share of a layer's time that recompute adds at the least."""
 REACH = 2.0
 """Distance (in doublings of a degree or of the batch) at which a neighbour's correction counts for half."""
 
@@ -74,10 +76,36 @@ def fill(
     for e in known:
         by_layer.setdefault(e.layer, []).append(e)
     filled = dict(measured)
-    for e in entries:
+    for e in (x for x in entries if x.strategy.keep == "all"):
         if e.key not in filled:
             filled[e.key] = _scaled(e, parts[e.key], found, by_layer.get(e.layer, []), ratio, measured, describer)
+    for e in (x for x in entries if x.strategy.keep != "all"):
+        if e.key not in filled:
+            plain = replace(e.key, strategy=str(replace(e.strategy, keep="all")))
+            if plain in filled and filled[plain].origin != "described":
+                filled[e.key] = _recomputed(e, parts[plain], parts[e.key], filled[plain], describer)
+            else:
+                filled[e.key] = _scaled(e, parts[e.key], found, by_layer.get(e.layer, []), ratio, measured, describer)
     return filled, found
+
+
+def _recomputed(
+    entry: Entry, plain_parts: NDArray[np.float64], parts: NDArray[np.float64], plain: LayerCost, describer: Describer
+) -> LayerCost:
+    """Recompute from the same entry without it: the operations it adds, in the backward; its own memory."""
+    layer = describer.graph.layers[entry.layer]
+    base = describer.cost(layer, entry.strategy, samples=entry.key.samples, fused=entry.num_stages == 1)
+    work, plain_work = float(parts[0] + parts[3]), float(plain_parts[0] + plain_parts[3])
+    more = max(work / plain_work - 1.0, LEAST_RECOMPUTE) if plain_work > 0 else LEAST_RECOMPUTE
+    transient = max(base.transient_bytes, plain.transient_bytes) if entry.num_stages > 1 else base.transient_bytes
+    return replace(
+        base,
+        forward_s=plain.forward_s,
+        backward_s=plain.backward_s + more * plain.time_s,
+        sync_s=plain.sync_s,
+        transient_bytes=transient,
+        origin="scaled",
+    )
 
 
 def _total(cost: LayerCost) -> float:

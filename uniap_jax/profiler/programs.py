@@ -11,15 +11,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from uniap_jax.core.graph import Layer, LayerGraph
 from uniap_jax.core.jax_compat import Literal
 from uniap_jax.core.jaxprs import Tape, close, flatten, live_eqns, open_jaxpr
-from uniap_jax.core.sharding import LayerSharding, layer_sharding
+from uniap_jax.core.sharding import LayerSharding, assign_axes, layer_sharding
 from uniap_jax.core.strategy import Strategy
-from uniap_jax.core.work import CHEAP, is_float, layer_avals, layer_function
+from uniap_jax.core.work import CHEAP, is_float, layer_avals, layer_function, split_layer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -127,7 +128,9 @@ def _vjp(run: Callable[..., list[Any]], params: Any, operands: Any, reads: Any) 
 
 def _laid_out(case: Case) -> Callable[..., list[Any]]:
     """The layer with its layout pinned at its edges."""
-    function, where = layer_function(case.layer, case.strategy.keep), case.sharding()
+    axes = assign_axes(case.strategy, case.mesh.size).tensor
+    layer = split_layer(case.layer, case.strategy.tensor, case.mesh, axes)
+    function, where = layer_function(layer, case.strategy.keep), case.sharding()
 
     def run(params: Sequence[Any], operands: Sequence[Any], reads: Sequence[Any]) -> list[Any]:
         p = [_pin(a, case.mesh, s) for a, s in zip(params, where.params, strict=True)]
@@ -138,7 +141,7 @@ def _laid_out(case: Case) -> Callable[..., list[Any]]:
 
 
 def _pin(array: Any, mesh: Mesh, spec: PartitionSpec) -> Any:
-    if mesh.size == 1 or not array.shape or not jax.dtypes.issubdtype(array.dtype, np.generic):
+    if mesh.size == 1 or not array.shape or not jnp.issubdtype(array.dtype, np.generic):
         return array
     return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, spec))
 
@@ -245,10 +248,10 @@ _KEYS = {"fry": "threefry2x32", "rbg": "rbg", "urbg": "unsafe_rbg"}
 
 
 def _example(shape: Any) -> Any:
-    if jax.dtypes.issubdtype(shape.dtype, jax.dtypes.prng_key):
+    if jnp.issubdtype(shape.dtype, jax.dtypes.prng_key):
         tag = str(shape.dtype).partition("<")[2].rstrip(">")
         key = jax.random.key(0, impl=_KEYS.get(tag, tag))
         return jax.random.split(key, shape.shape) if shape.shape else key
-    if jax.dtypes.issubdtype(shape.dtype, np.inexact):
+    if jnp.issubdtype(shape.dtype, np.inexact):
         return np.random.default_rng(0).uniform(0.01, 0.05, shape.shape).astype(shape.dtype)
     return np.zeros(shape.shape, shape.dtype)

@@ -138,6 +138,16 @@ def test_head_dimension_is_never_sharded():
         assert "size 3 do not divide by 2; tensor=3 would work" in split.reason
 
 
+def test_a_contrast_of_two_batches_may_be_summed_in_parts():
+    """Similarities of whole batches (CLIP) are small: their width is sharded, unlike a head dimension."""
+
+    def f(a, b, x, y):
+        return jax.nn.log_softmax((x @ a) @ (y @ b).T)
+
+    x = zeros(B, E)
+    assert tensor_split(make_layer(f, [zeros(E, F), zeros(E, F)], reads=[x, x]), 2).params == (1, 1)
+
+
 def test_only_one_of_two_classes_that_share_a_value_is_chosen():
     """A chain of two square layers inside one layer: the middle or its neighbours, never both."""
 
@@ -192,6 +202,16 @@ def test_a_frozen_weight_is_cut_like_a_trained_one():
 
     split = tensor_split(make_layer(f, [zeros(E, 2), zeros(2, F), zeros(F, E)], [zeros(E, F)], [zeros(B, S, E)]), 2)
     assert split.params == (None, 1, 0)
+
+
+def test_a_gate_of_no_weight_stays_whole():
+    def f(a, b, w1, w2, x):
+        return jax.nn.sigmoid(jax.nn.relu(x.mean(1) @ a) @ b)[:, None] * (jax.nn.relu(x @ w1) @ w2)
+
+    params = [zeros(E, 2), zeros(2, E), zeros(E, 8 * F), zeros(8 * F, E)]
+    split = tensor_split(make_layer(f, params, reads=[zeros(B, S, E)]), 2)
+    assert split.params == (None, None, 1, 0)
+    assert "a dimension of size 2 stays whole: its work is too little for a reduction" in split.notes
 
 
 def test_small_tables_stay_whole_beside_a_vocabulary():

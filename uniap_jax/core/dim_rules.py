@@ -27,7 +27,8 @@ def dot_general(use: Use) -> list[Dims]:
     for kind, dims, free in ((use.kinds[0], lhs, lfree), (use.kinds[1], rhs, rfree)):
         if kind == PARAM:
             c.joint([dims[i] for i in free])
-    if len(summed) == 1 and use.kinds == (LIVE, LIVE) and lfree and rfree:
+    # Scores of every example (queries by keys) are larger than what they are made of: not worth their reduction.
+    if len(summed) == 1 and use.kinds == (LIVE, LIVE) and lb and lfree and rfree:
         use.stop(summed[0], SUMMED_BETWEEN)
     return [out]
 

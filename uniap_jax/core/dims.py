@@ -18,6 +18,8 @@ from uniap_jax.core.graph import Layer
 
 # Sharding a small looked-up table (positions, segments) costs an all-reduce of an activation and saves nothing.
 _SMALLEST_TABLE = 0.05
+# Sharding less work than this share of the heaviest class's costs a reduction and saves nothing.
+_LIGHTEST = 0.01
 # Beyond this many classes that exclude each other, the lightest are left out of the exact choice.
 _EXACT = 12
 # What stops every head dimension, no news to anyone.
@@ -50,7 +52,7 @@ def tensor_split(layer: Layer, degree: int) -> TensorSplit:
         return TensorSplit(params=(None,) * len(layer.params))
     walked = layer_classes(layer)
     open_ = _open_classes(walked.classes, layer)
-    fitting = [c for c in open_ if c.size % degree == 0]
+    fitting = _worthwhile([c for c in open_ if c.size % degree == 0])
     chosen = _heaviest(fitting, layer)
     notes = (*walked.notes, *_notes(walked.classes, open_, chosen, degree))
     params: list[int | None] = [None] * len(layer.params)
@@ -108,6 +110,12 @@ def _open_classes(classes: tuple[DimClass, ...], layer: Layer) -> list[DimClass]
     return [c for c in found if not c.lookup or (c is largest and _elements(c, sizes) >= _SMALLEST_TABLE * sum(sizes))]
 
 
+def _worthwhile(classes: list[DimClass]) -> list[DimClass]:
+    """Without the classes (a router, a gate) whose work is nothing beside that of the heaviest."""
+    most = max((c.flops for c in classes), default=0.0)
+    return [c for c in classes if c.lookup or c.flops >= _LIGHTEST * most]
+
+
 def _heaviest(classes: list[DimClass], layer: Layer) -> tuple[DimClass, ...]:
     """The conflict-free set of classes that shrinks the most work, parameters deciding between equals."""
     sizes = _sizes(layer)
@@ -133,7 +141,9 @@ def _notes(
         if c.size % degree:
             notes.append(f"a dimension of size {c.size} stays whole: it does not divide by {degree}")
         elif c not in chosen:
-            notes.append(f"a dimension of size {c.size} stays whole: it shares a value with a heavier one")
+            shared = any(o.index in c.conflicts for o in chosen)
+            why = "it shares a value with a heavier one" if shared else "its work is too little for a reduction"
+            notes.append(f"a dimension of size {c.size} stays whole: {why}")
     for c in classes:
         stopped = [b for b in c.blocks if b.source and b.reason not in _EXPECTED]
         if c.params and c.flops and stopped and len(stopped) == len(c.blocks):

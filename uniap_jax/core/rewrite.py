@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from uniap_jax.core.dim_classes import View
 from uniap_jax.core.dim_shape_rules import shape_of
@@ -33,7 +33,7 @@ _SAME = ("convert_element_type", "copy", "copy_p", "transpose", "reshape")
 class Ways:
     """Over what a layer's classes are sharded: mesh, axes, and how many ways in all."""
 
-    mesh: Mesh
+    mesh: Mesh | AbstractMesh
     axes: tuple[str, ...]
     degree: int
 
@@ -44,7 +44,7 @@ class Ways:
         return laid
 
 
-def tensor_rewrite(layer: Layer, degree: int, mesh: Mesh, axes: tuple[str, ...]) -> ClosedJaxpr:
+def tensor_rewrite(layer: Layer, degree: int, mesh: Mesh | AbstractMesh, axes: tuple[str, ...]) -> ClosedJaxpr:
     """The layer's jaxpr with projections merged for `tensor=degree` over `axes` of `mesh`.
 
     Takes and returns what `layer.jaxpr` does. Where there is nothing to merge it is `layer.jaxpr` itself.

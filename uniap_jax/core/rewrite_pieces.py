@@ -131,11 +131,18 @@ def _slice(eqn: JaxprEqn, ins: Sequence[Held]) -> list[Held] | None:
 
 
 def _reshape(eqn: JaxprEqn, ins: Sequence[Held]) -> list[Held] | None:
-    """(pieces x n) seen as (pieces, ...): the pieces are stacked along a dimension of their own, which is whole."""
+    """(pieces x n) seen as (pieces, ...): the pieces are stacked along a dimension of their own, which is whole.
+
+    Where the joined dimension stays as it is, so do the pieces.
+    """
     held, new = ins[0], tuple(eqn.params["new_sizes"])
     assert held.joined is not None
     count, before = len(held.arrays), math.prod(held.arrays[0].shape[: held.joined])
+    size = held.arrays[0].shape[held.joined]
     for i, n in enumerate(new):
+        if n == count * size and math.prod(new[:i]) == before:
+            arrays = tuple(a.reshape(*new[:i], size, *new[i + 1 :]) for a in held.arrays)
+            return [Held(arrays=arrays, joined=i)]
         if n == count and math.prod(new[:i]) == before:
             parts = [a.reshape(*new[:i], *new[i + 1 :]) for a in held.arrays]
             return [Held(arrays=(jnp.stack(parts, i),))]

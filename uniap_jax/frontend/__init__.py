@@ -200,7 +200,7 @@ class _Tracer:
             flatten=a.flatten,
             unflatten=a.unflatten,
             state_result=a.state_result,
-            flat=self.captured.flat,
+            flat=lambda *leaves: self.captured.flat(*leaves),  # its own function: jit caches traces by identity
         )
 
     def microbatch(self, count: int) -> LayerGraph:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax.interpreters import mlir
 
 from uniap_jax.core.errors import TraceError
 from uniap_jax.core.jax_compat import Primitive, build_jaxpr
@@ -30,6 +31,23 @@ loss_and_grad_p.multiple_results = True
 def _abstract(*args: Any, jaxpr: Any, num_params: int) -> list[Any]:
     """`*params, *operands -> loss, *aux, *grads`."""
     return [v.aval for v in (*open_jaxpr(jaxpr).outvars, *open_jaxpr(jaxpr).invars[:num_params])]
+
+
+def _compute(*args: Any, jaxpr: Any, num_params: int) -> list[Any]:
+    """What the primitive stands for: a jit inside the user's step keeps it in its cache after the capture."""
+
+    def loss(*params: Any) -> tuple[Any, list[Any]]:
+        value, *aux = jax.core.eval_jaxpr(open_jaxpr(jaxpr), (), *params, *args[num_params:])
+        return value, aux
+
+    plain, _ = _originals
+    (value, aux), grads = plain(loss, argnums=tuple(range(num_params)), has_aux=True)(*args[:num_params])
+    return [value, *aux, *grads]
+
+
+_originals = jax.value_and_grad, jax.grad
+loss_and_grad_p.def_impl(lambda *args, **params: jax.jit(lambda *a: _compute(*a, **params))(*args))
+mlir.register_lowering(loss_and_grad_p, mlir.lower_fun(_compute, multiple_results=True))
 
 
 def value_and_grad(

@@ -15,12 +15,12 @@ from uniap_jax.core.graph import Layer, LayerGraph
 from uniap_jax.core.machine import Cluster
 from uniap_jax.core.profile import Key, LayerCost, Links, Profile, Rates
 from uniap_jax.core.sharding import LayerSharding, axis_sizes, layer_sharding, shard_bytes
+from uniap_jax.core.plan import SCHEDULES
 from uniap_jax.core.strategy import Strategy, enumerate_strategies
 from uniap_jax.cost_model.reshard import bundles, reshard_seconds, transfer_seconds
 from uniap_jax.cost_model.state import state_bytes
 
 FloatArray = NDArray[np.float64]
-DEFAULT_SCHEDULES = ("one_f_one_b",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,18 +109,18 @@ class TableModel:
             origin = f"Layer costs: {counts}; what is missing is described from {self.cluster.name}."
         return (origin, *self._describer.notes, *(self.profile.notes if self.profile else self.cluster.notes))
 
-    def candidates(self, *, schedules: Sequence[str] = DEFAULT_SCHEDULES) -> tuple[Candidate, ...]:
+    def candidates(self) -> tuple[Candidate, ...]:
         """Every P that divides the devices and every c that divides the batch.
 
-        1F1B takes as long as GPipe under these tables and holds less, so it alone is listed unless asked otherwise;
-        `tables` answers for both.
+        1F1B takes as long as GPipe under these tables and holds less: of the two the search takes it unless asked
+        otherwise.
         """
         found = []
         for stages in divisors(self.num_devices):
             if stages > len(self.graph.layers):
                 continue
             for pieces in self._describer.splits:
-                wanted = schedules if stages > 1 and pieces > 1 else ("gpipe",)
+                wanted = SCHEDULES if stages > 1 else ("gpipe",)
                 found += [Candidate(num_stages=stages, num_microbatches=pieces, schedule=s) for s in wanted]
         return tuple(found)
 

@@ -113,7 +113,6 @@ def test_check_pins_a_plan_and_compares(tmp_path: Path) -> None:
     [
         (("--stages", "3"), "num_stages"),
         (("--microbatches", "3"), "num_microbatches"),
-        (("--stages", "2", "--strategy", "data=8"), "strategy"),
     ],
 )
 def test_a_pinned_plan_that_cannot_be_made_leaves_with_3_and_its_reason(

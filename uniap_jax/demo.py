@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -62,12 +63,12 @@ def run_demo(
     show_plan(plan)
     tell(f"profiled and planned in {format_seconds(time.perf_counter() - started)}")
 
-    losses, seconds = _train(planned, planned.place(_fresh(size), batches[0]), batches, tell)
-    reference, _ = _train(jax.jit(train_step), _fresh(size), batches, None)
+    losses, seconds = _train(planned, planned.place(_copy(state), batches[0]), batches, tell)
+    reference, _ = _train(jax.jit(train_step), _copy(state), batches, None)
     difference = max(abs(a - b) / abs(b) for a, b in zip(losses, reference, strict=True))
     tell(f"one device, same start: losses differ by at most {difference:.1e} (relative) over {steps} steps")
 
-    times = time_against_data_parallel(planned, size=size, devices=devices, batch=batches[0])
+    times = time_against_data_parallel(planned, state, batches[0], devices=devices)
     _tell_times(plan, times, tell)
     total = time.perf_counter() - started
     tell(f"the demo took {format_seconds(total)}")
@@ -84,9 +85,9 @@ def run_demo(
     }
 
 
-def _fresh(size: Size) -> Any:
-    """The same state again: steps may consume (donate) what they are given."""
-    return create_state(size=size)
+def _copy(state: Any) -> Any:
+    """The state in buffers of its own: steps consume (donate) what they are given."""
+    return jax.tree.map(jnp.copy, state)
 
 
 def _make_plan(
@@ -126,7 +127,7 @@ def data_parallel(devices: Sequence[jax.Device]) -> tuple[Step, NamedSharding, N
 
 
 def time_against_data_parallel(
-    planned: Any, *, size: Size, devices: Sequence[jax.Device], batch: Any, rounds: int = TIMED_STEPS
+    planned: Any, state: Any, batch: Any, *, devices: Sequence[jax.Device], rounds: int = TIMED_STEPS
 ) -> dict[str, Any]:
     """Seconds per step of the plan and of plain data parallelism, taken in turns so that a busy machine hits both.
 
@@ -134,7 +135,7 @@ def time_against_data_parallel(
         Medians and all times; the first round, which compiles, is not among them.
     """
     step, everywhere, split = data_parallel(devices)
-    states = {"plan": planned.place(_fresh(size), batch), "data": jax.device_put(_fresh(size), everywhere)}
+    states = {"plan": planned.place(_copy(state), batch), "data": jax.device_put(_copy(state), everywhere)}
     runs: dict[str, tuple[Step, Any]] = {"plan": (planned, batch), "data": (step, jax.device_put(batch, split))}
     times: dict[str, list[float]] = {"plan": [], "data": []}
     for _ in range(rounds + 1):

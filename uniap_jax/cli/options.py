@@ -107,6 +107,7 @@ def _profiling() -> _Parser:
     )
     group.add_argument("--budget", type=_seconds, metavar="SECONDS", help="time to spend on measuring (default 120)")
     group.add_argument("--topology", metavar="NAME", help="plan for devices that are not here, for example v5e:2x4")
+    group.add_argument("--memory-limit", default="90%", metavar="SIZE", help="per device: 90%%, 6GiB or bytes")
     group.add_argument("--cache-dir", metavar="DIR", help="where profiles are kept (default: the user's cache folder)")
     return group
 
@@ -129,7 +130,6 @@ def _pinning() -> _Parser:
 
 def _solving() -> _Parser:
     group = _Parser(add_help=False)
-    group.add_argument("--memory-limit", default="90%", metavar="SIZE", help="per device: 90%%, 6GiB or bytes")
     group.add_argument(
         "--time-limit", type=_seconds, default=60.0, metavar="SECONDS", help="of the solver (default 60)"
     )

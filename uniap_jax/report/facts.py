@@ -93,7 +93,7 @@ def _bandwidth(beta_s_per_byte: float) -> str:
 
 
 def print_check(facts: Mapping[str, Any], stream: TextIO) -> None:
-    """What `check` compared, a row for each step, then the state and the verdict; the plan's notes stand with the plan."""
+    """What `check` compared, a row for each step, then the state and the verdict; notes of the plan stand there."""
     console = make_console(stream)
     rows = [
         (

@@ -132,6 +132,10 @@ def scanned_swiglu(gate, up, down, x):
     return jax.lax.scan(lambda c, w: (c + swiglu(*w, c), None), x, (gate, up, down))[0]
 
 
+def scanned_fused(w, b, wo, mask, x):
+    return jax.lax.scan(lambda c, p: (fused_split(*p, mask, c), None), x, (w, b, wo))[0]
+
+
 def cast_twice(gate, up, down, x):
     """Each projection casts its input for itself, as flax layers with a dtype do."""
     half = jnp.bfloat16
@@ -159,6 +163,10 @@ WRAPPED = {
         5,
     ),  # attention is recomputed
     "scan": (Block(scanned_swiglu, ((3, E, F), (3, E, F), (3, F, E)), ()), 2),
+    "scan of fused": (
+        Block(scanned_fused, tuple((3, *s) for s in FUSED["fused_split"].params), (), operands=BLOCKS["gpt"].operands),
+        2,
+    ),
     "jit": (Block(inside_jit, BLOCKS["swiglu"].params, ()), 2),
     "bias reshaped": (Block(bias_of_rank_3, FUSED["fused_split"].params, (), operands=(BLOCKS["gpt"].operands)), 2),
     "weight made before use": (

@@ -222,12 +222,11 @@ class _Evaluator:
         carries = kept.count(True)
         first = len(ins) - scanned - carries
         consts, carry, xs = ins[:first], ins[first : first + carries], ins[first + carries :]
-        turned = [None if h.sharded is None or h.joined is not None else h.sharded - 1 for h in xs]
 
-        def turn(state: list[jax.Array], rows: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
+        def turn(state: list[jax.Array], rows: list[tuple[jax.Array, ...]]) -> tuple[list[jax.Array], list[jax.Array]]:
             now = [
-                Held(arrays=(r,), param=h.param, sharded=d if d is not None and d >= 0 else None)
-                for r, h, d in zip(rows, xs, turned, strict=True)
+                Held(arrays=r, param=h.param, joined=_inner(h.joined), sharded=_inner(h.sharded))
+                for r, h in zip(rows, xs, strict=True)
             ]
             outs = self.body(eqn.params["jaxpr"], [*consts, *(Held(arrays=(s,)) for s in state), *now])
             return [h.whole() for h in outs[:carries]], [h.whole() for h in outs[carries:]]
@@ -235,12 +234,17 @@ class _Evaluator:
         last, stacked = lax.scan(
             turn,
             [h.whole() for h in carry],
-            [h.whole() for h in xs],
+            [h.arrays if h.joined != 0 else (h.whole(),) for h in xs],
             length=eqn.params["length"],
             reverse=eqn.params["reverse"],
             unroll=eqn.params["unroll"],
         )
         return [Held(arrays=(x,)) for x in (*last, *stacked)]
+
+
+def _inner(dim: int | None) -> int | None:
+    """Where a dimension of scanned arrays is in one turn; None for the scanned one."""
+    return dim - 1 if dim else None
 
 
 def evaluate(eqn: JaxprEqn, args: Sequence[Any]) -> list[jax.Array]:

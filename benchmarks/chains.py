@@ -33,7 +33,7 @@ class LlamaChain:
     """Embedding, equal (or slightly perturbed) transformer blocks, head.
 
     Attributes:
-        num_blocks: L; the chain has two layers more.
+        num_blocks: L; the chain has two layers more where it has ends.
         num_devices: n.
         batch_size: global batch.
         memory_gib: per device.
@@ -43,7 +43,10 @@ class LlamaChain:
         fast: bytes per second inside a node.
         slow: bytes per second between nodes.
         rate: FLOP/s per device.
-        skips: (writer, reader, kind) edges beyond the chain; "shared" ones of one writer carry one tensor.
+        split_loss: share of the rate lost with every halving of a layer (smaller matrices).
+        ends: whether there are an embedding and a head.
+        skips: (writer, reader) edges beyond the chain.
+        shared_tensor: edges of one writer carry one tensor.
     """
 
     num_blocks: int
@@ -59,6 +62,8 @@ class LlamaChain:
     fast: float = 200e9
     slow: float = 12e9
     rate: float = 140e12
+    split_loss: float = 0.03
+    ends: bool = True
     skips: tuple[tuple[int, int], ...] = ()
     shared_tensor: bool = True
     seed: int = 0
@@ -69,13 +74,14 @@ class LlamaChain:
 
     @property
     def num_layers(self) -> int:
-        """Blocks, embedding and head."""
-        return self.num_blocks + 2
+        """Blocks, with embedding and head where the chain has ends."""
+        return self.num_blocks + 2 * self.ends
 
     @cached_property
     def layer_names(self) -> tuple[str, ...]:
         """embed, block_0, ..., head."""
-        return ("embed", *(f"block_{i}" for i in range(self.num_blocks)), "head")
+        blocks = tuple(f"block_{i}" for i in range(self.num_blocks))
+        return ("embed", *blocks, "head") if self.ends else blocks
 
     def candidates(self) -> tuple[Candidate, ...]:
         """All P | n with P <= layers and all c | B."""
@@ -133,7 +139,7 @@ class LlamaChain:
         in_flight = np.array([1 if stages == 1 else min(stages - i, count) for i in range(stages)], dtype=float)
         costs = [[self._costs(kind, s, samples) for s in strategies] for kind in self.kinds]
         time, once, fixed, kept = (np.array([[c[j] for c in row] for row in costs]) for j in range(4))
-        kind = np.array([0, *[1] * self.num_blocks, 2])
+        kind = np.array([0, *[1] * self.num_blocks, 2] if self.ends else [1] * self.num_blocks)
         spread = np.ones(self.num_layers)
         if self.noise:
             spread = 1 + self.noise * np.random.default_rng(self.seed).standard_normal(self.num_layers)
@@ -166,7 +172,9 @@ class LlamaChain:
         """Seconds per micro-batch, seconds per step, bytes that stay, bytes per micro-batch in flight."""
         local = samples / s.batch_ways
         act = 2.0 * local * self.sequence * self.hidden
-        compute = kind.flops * local / s.tensor * RECOMPUTED[s.keep] / (self.rate * (1 - 0.03 * np.log2(s.tensor)))
+        compute = (
+            kind.flops * local / s.tensor * RECOMPUTED[s.keep] / (self.rate * (1 - self.split_loss * np.log2(s.tensor)))
+        )
         ring = (s.tensor - 1) / s.tensor
         tensor = (6 if s.keep == "inputs" else 4) * 2 * ring * act / self.bandwidth(s.tensor) if s.tensor > 1 else 0.0
         weights = 2.0 * kind.parameters / s.tensor

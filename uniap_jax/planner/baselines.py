@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import numpy as np
@@ -40,9 +41,7 @@ def uniform(tables: CostTables, make: Callable[[int], Strategy]) -> Assignment |
     wanted = make(tables.strategies[0].num_devices)
     found = []
     for keep in KEEPS:
-        variant = Strategy(
-            data=wanted.data, fsdp=wanted.fsdp, tensor=wanted.tensor, zero=wanted.zero, keep=keep
-        )
+        variant = Strategy(data=wanted.data, fsdp=wanted.fsdp, tensor=wanted.tensor, zero=wanted.zero, keep=keep)
         if variant not in tables.strategies:
             continue
         picks = [nearest(tables, u, variant) for u in range(tables.num_layers)]
@@ -174,7 +173,7 @@ def inter_then_intra(tables: CostTables) -> Assignment | None:
     if cuts is None:
         return None
     stage, strategy = [], []
-    for i, (a, b) in enumerate(zip(cuts, cuts[1:], strict=False)):
+    for i, (a, b) in enumerate(itertools.pairwise(cuts)):
         chosen, traces = choices[i]
         inner = _inner_strategies(traces[int(chosen[a, b])], a, b)
         stage += [i] * len(inner)
@@ -189,9 +188,7 @@ def intra_level(tables: CostTables) -> Assignment | None:
     for share in MEMORY_PRICES:
         _, memory, trace = _fastest_inner(chain, 0, np.float64(share * mean / chain.capacity[0]))
         if memory[0, -1] <= chain.capacity[0]:
-            return Assignment(
-                stage=(0,) * chain.shape[0], strategy=tuple(_inner_strategies(trace, 0, chain.shape[0]))
-            )
+            return Assignment(stage=(0,) * chain.shape[0], strategy=tuple(_inner_strategies(trace, 0, chain.shape[0])))
     return None
 
 
@@ -217,14 +214,14 @@ def balanced_cuts(weights: FloatArray, num_stages: int) -> list[int] | None:
 def layerwise_dp(tables: CostTables) -> Assignment | None:
     """Stages balanced by mean memory, then per stage a dynamic program over layers with memory in whole steps."""
     chain = chain_of(tables)
-    num_layers, num_stages, _ = chain.shape
+    _num_layers, num_stages, _ = chain.shape
     legal = tables.allowed[:, None, :]
     weights = (np.where(legal, tables.memory_bytes, 0.0).sum(axis=2) / legal.sum(axis=2)) / chain.capacity
     cuts = balanced_cuts(weights, num_stages)
     if cuts is None or np.isnan(weights).any():
         return None
     stage, strategy = [], []
-    for i, (a, b) in enumerate(zip(cuts, cuts[1:], strict=False)):
+    for i, (a, b) in enumerate(itertools.pairwise(cuts)):
         inner = _knapsack(chain, i, a, b)
         if inner is None:
             return None

@@ -113,7 +113,7 @@ def _node_costs(chain: Chain, prices: Multipliers) -> FloatArray:
 
 def _forward(chain: Chain, prices: Multipliers, node: FloatArray) -> tuple[FloatArray, FloatArray]:
     """Distances to every node (with it), and to every stage that starts at a node (without it)."""
-    num_layers, num_stages, num_strategies = chain.shape
+    num_layers, num_stages, _num_strategies = chain.shape
     inside, between = (1 + prices.time)[:, None, None], (1 + prices.link)[:, None, None]
     reach, start = np.full(chain.shape, np.inf), np.full(chain.shape, np.inf)
     start[0, 0] = 0.0

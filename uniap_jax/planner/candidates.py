@@ -41,7 +41,8 @@ def select_candidates(
         return _automatic(left)
     if schedule not in SCHEDULES:
         raise OptionError(
-            f"schedule={schedule!r} is unknown; use 'auto', {', '.join(map(repr, SCHEDULES))}", schedule=schedule,
+            f"schedule={schedule!r} is unknown; use 'auto', {', '.join(map(repr, SCHEDULES))}",
+            schedule=schedule,
             possible=("auto", *SCHEDULES),
         )
     # with one stage a schedule is of no effect, so a pinned one must not rule the stage out
@@ -109,9 +110,7 @@ def _automatic(candidates: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
 def changed_degrees(a: Strategy, b: Strategy) -> int:
     """How many of data, fsdp, tensor, ZeRO stage and what is kept differ; ZeRO counts only where fsdp is used."""
     zero = [s.zero if s.fsdp > 1 else 0 for s in (a, b)]
-    return sum(
-        (a.data != b.data, a.fsdp != b.fsdp, a.tensor != b.tensor, zero[0] != zero[1], a.keep != b.keep)
-    )
+    return sum((a.data != b.data, a.fsdp != b.fsdp, a.tensor != b.tensor, zero[0] != zero[1], a.keep != b.keep))
 
 
 def nearest(tables: CostTables, layer: int, wanted: Strategy) -> int | None:

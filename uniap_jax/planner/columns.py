@@ -113,7 +113,7 @@ def _front_of_three(group: IntArray, labels: _Labels) -> IntArray:
     columns = [group[order], labels.time[order], labels.iteration[order], labels.memory[order]]
     shift = 1
     while shift < min(len(order), LOOK_BACK):
-        same, *sums = (x[shift:] >= x[:-shift] for x in columns)
+        _same, *sums = (x[shift:] >= x[:-shift] for x in columns)
         worse = (columns[0][shift:] == columns[0][:-shift]) & sums[0] & sums[1] & sums[2]
         if worse.any():
             keep = np.concatenate([np.ones(shift, dtype=np.bool_), ~worse])
@@ -168,7 +168,15 @@ def _level(chain: Chain, guide: Guide, possible: BoolArray, length: int, shorter
     live = np.isfinite(rest[0]) & np.isfinite(chain.time[layer])
     parent = np.full(len(first), -1) if shorter is None else shorter[first]
     return _Level(
-        length=length, node=node, order=order, bounds=bounds, layer=layer, parent=parent, useful=useful, live=live, rest=rest
+        length=length,
+        node=node,
+        order=order,
+        bounds=bounds,
+        layer=layer,
+        parent=parent,
+        useful=useful,
+        live=live,
+        rest=rest,
     )
 
 
@@ -254,14 +262,18 @@ class _Growth:
         """The non-dominated labels of each node, entry and exit."""
         num_strategies = self.chain.shape[2]
         leave = self.chain.out_class[level.layer[labels.node], labels.strategy]
-        group = ((labels.stage * len(level.layer) + labels.node) * num_strategies + labels.entry) * num_strategies + leave
+        group = (
+            (labels.stage * len(level.layer) + labels.node) * num_strategies + labels.entry
+        ) * num_strategies + leave
         return labels.take(_front(group, labels, three=self.chain.has_iteration))
 
     def ended(self, level: _Level, labels: _Labels) -> tuple[NDArray[np.generic], ...]:
         """Labels whose stage may end here, once for every place of their node, as fields of `Columns`."""
         leave = self.chain.out_class[level.layer[labels.node], labels.strategy]
         num_strategies = self.chain.shape[2]
-        group = ((labels.stage * len(level.layer) + labels.node) * num_strategies + labels.entry) * num_strategies + leave
+        group = (
+            (labels.stage * len(level.layer) + labels.node) * num_strategies + labels.entry
+        ) * num_strategies + leave
         # memory has done its work: between the same ends only the fast ones matter
         best = np.sort(front_of_two(group, labels.time, labels.iteration))
         row, place = _pairs(labels.node[best], level.node[level.order])

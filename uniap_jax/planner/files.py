@@ -31,9 +31,13 @@ def load_tables(path: str | Path) -> CostTables:
     try:
         data = json.loads(Path(path).read_text())
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ProfileError(f"{path} is not JSON: {error}; see docs for the format of cost tables", path=str(path)) from None
+        raise ProfileError(
+            f"{path} is not JSON: {error}; see docs for the format of cost tables", path=str(path)
+        ) from None
     if not isinstance(data, dict):
-        raise ProfileError(f"{path} holds a {type(data).__name__}, expected an object with time, memory, ...", path=str(path))
+        raise ProfileError(
+            f"{path} holds a {type(data).__name__}, expected an object with time, memory, ...", path=str(path)
+        )
     return tables_from_dict(data, source=str(path))
 
 
@@ -62,6 +66,8 @@ def tables_from_dict(data: dict[str, Any], *, source: str = "tables") -> CostTab
             relay_s=_array(data, "relay", source, (len(edges), k)) * MS,
             edge_tensor=tuple(int(t) for t in data["edge_tensor"]) if data.get("edge_tensor") is not None else None,
         )
+    except ProfileError:
+        raise
     except ValueError as error:
         raise ProfileError(f"{source}: {error}", path=source) from None
 
@@ -82,7 +88,9 @@ def _edges(data: dict[str, Any], source: str) -> tuple[tuple[int, int], ...]:
         ) from None
 
 
-def _array(data: dict[str, Any], name: str, source: str, *shapes: tuple[int, ...]) -> np.ndarray[Any, np.dtype[np.float64]]:
+def _array(
+    data: dict[str, Any], name: str, source: str, *shapes: tuple[int, ...]
+) -> np.ndarray[Any, np.dtype[np.float64]]:
     if name not in data:
         raise ProfileError(f"{source}: field {name!r} is missing; expected numbers of shape {shapes[0]}", field=name)
     try:

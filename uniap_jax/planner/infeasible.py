@@ -185,7 +185,9 @@ def _too_small(tables: CostTables, least: LeastMemory, where: str) -> Infeasible
     alone = float(memory[layer - least.first, k])
     candidate = least.candidate
     layers = f"layers {least.first}-{least.last}" if len(span) > 1 else f"layer {least.first}"
-    largest = f"layer {_name(tables, layer)} alone needs {_gib(alone)} at its leanest strategy ({_strategy_name(tables, k)})"
+    largest = (
+        f"layer {_name(tables, layer)} alone needs {_gib(alone)} at its leanest strategy ({_strategy_name(tables, k)})"
+    )
     times = least.needed_bytes / least.limit_bytes
     return InfeasibleError(
         f"no plan fits in {_gib(least.limit_bytes)} per device ({where}). The smallest memory that fits is "

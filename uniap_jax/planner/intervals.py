@@ -126,7 +126,9 @@ def _paths(groups: _Groups, node: FloatArray, width: int) -> FloatArray:
     """
     num_stages, num_layers, num_strategies = node.shape
     least = np.full((num_stages, num_layers, width), np.inf)
-    some = max(1, CHUNK // (num_layers * num_strategies * groups.members.shape[1] + 1)) if num_layers > 1 else num_stages
+    some = (
+        max(1, CHUNK // (num_layers * num_strategies * groups.members.shape[1] + 1)) if num_layers > 1 else num_stages
+    )
     for i in range(0, num_stages, some):
         part = slice(i, i + some)
         cost = node[part]
@@ -253,15 +255,16 @@ def guide(chain: Chain, intervals: Intervals, prices: Multipliers, *, upper: flo
     slowest = intervals.bottleneck()
     weight = chain.num_microbatches - 1
     reach, rest = intervals.ahead(np.inf), intervals.behind(np.inf)
-    num_stages, num_layers, width = intervals.total.shape
+    if not np.isfinite(reach[-1, -1]):
+        return None
+    _, num_layers, width = intervals.total.shape
     limit = (upper - reach[-1, -1]) / weight if weight else np.inf
     limit = limit * (1 + 1e-9) if limit > 0 else limit
     ends = np.minimum(np.arange(num_layers)[:, None] + np.arange(width)[None, :] + 1, num_layers)
     after = (rest[1:] + intervals.link)[:, ends]
     least = reach[:-1, :-1, None] + intervals.total + after
-    room = np.full(intervals.time.shape, upper * (1 + 1e-12))
-    if weight:
-        room -= weight * np.maximum(intervals.time, slowest)
+    peak = np.maximum(intervals.time, slowest)
+    room = upper * (1 + 1e-12) - weight * np.where(np.isfinite(peak), peak, 0.0)
     allowed = (least <= room) & (intervals.time <= limit) & np.isfinite(least)
     if not allowed.any(axis=(1, 2)).all():
         return None

@@ -65,7 +65,9 @@ def judge(tables: CostTables, model: MipModel, answer: MipAnswer, read: Reader, 
     claimed = model.cost_of(answer.values) * 1e-3
     honest = price.step_time_s <= claimed * (1 + AGREE) + 1e-12 and bound <= price.step_time_s * (1 + AGREE) + 1e-12
     if not honest:
-        note = f"CBC claimed {claimed * 1e3:.6g} ms for a plan of {price.step_time_s * 1e3:.6g} ms; its bound is not used"
+        note = (
+            f"CBC claimed {claimed * 1e3:.6g} ms for a plan of {price.step_time_s * 1e3:.6g} ms; its bound is not used"
+        )
         return Judged(plan=plan, lower=0.0, proved=False, note=note)
     proved = answer.status == "optimal" and bound >= claimed * (1 - 10 * AGREE)
     return Judged(plan=plan, lower=min(bound, price.step_time_s), proved=proved)

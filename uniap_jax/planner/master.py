@@ -1,6 +1,6 @@
 """The master of the interval engine: a path of columns through the stages, as a search of our own and as a MIP.
 
-    min  sum p + sum o + (c - 1) T + D,   T >= every p and o of the path,   D >= every g of the path
+min  sum p + sum o + (c - 1) T + D,   T >= every p and o of the path,   D >= every g of the path
 """
 
 from __future__ import annotations
@@ -210,7 +210,9 @@ def _best_time(network: Network, *, iteration: float, upper: float) -> Path | No
         limit = min(np.nextafter(path.slowest, -np.inf), (upper - path.total) / weight)
 
 
-def search_paths(network: Network, *, upper: float, expired: Callable[[], bool] = lambda: False) -> tuple[Path | None, bool]:
+def search_paths(
+    network: Network, *, upper: float, expired: Callable[[], bool] = lambda: False
+) -> tuple[Path | None, bool]:
     """The best path below `upper` by tightening both limits, and whether the search was finished.
 
     Exact: a path better than the best so far must have either limit strictly below the one just used, and

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass, replace
 
@@ -59,13 +60,12 @@ def _start(tables: CostTables) -> Assignment | None:
     cuts = balanced_cuts(least / tables.capacity_bytes, tables.candidate.num_stages)
     if cuts is None:
         return None
-    stage = [i for i, (a, b) in enumerate(zip(cuts, cuts[1:], strict=False)) for _ in range(a, b)]
+    stage = [i for i, (a, b) in enumerate(itertools.pairwise(cuts)) for _ in range(a, b)]
     lean = np.where(tables.allowed[:, None, :], tables.memory_bytes, np.inf)
     return Assignment(stage=tuple(stage), strategy=tuple(int(lean[u, i].argmin()) for u, i in enumerate(stage)))
 
 
 def _state(tables: CostTables, plan: Assignment) -> _State | None:
-    num_stages = tables.candidate.num_stages
     touching: list[list[int]] = [[] for _ in plan.stage]
     for e, (u, v) in enumerate(tables.edges):
         touching[u].append(e)
@@ -143,8 +143,18 @@ def _propose(
     layer = int(random.integers(num_layers))
     if random.random() < 0.75:
         return layer, stage[layer], int(random.choice(legal[layer]))
-    if layer + 1 < num_layers and stage[layer + 1] == stage[layer] + 1 and layer > 0 and stage[layer - 1] == stage[layer]:
+    if (
+        layer + 1 < num_layers
+        and stage[layer + 1] == stage[layer] + 1
+        and layer > 0
+        and stage[layer - 1] == stage[layer]
+    ):
         return layer, stage[layer] + 1, state.strategy[layer]
-    if layer > 0 and stage[layer - 1] == stage[layer] - 1 and layer + 1 < num_layers and stage[layer + 1] == stage[layer]:
+    if (
+        layer > 0
+        and stage[layer - 1] == stage[layer] - 1
+        and layer + 1 < num_layers
+        and stage[layer + 1] == stage[layer]
+    ):
         return layer, stage[layer] - 1, state.strategy[layer]
     return None

@@ -59,7 +59,9 @@ class JointModel:
 def live_nodes(tables: CostTables) -> BoolArray:
     """[layers, stages, strategies] places that legality, memory and non-empty stages leave."""
     num_layers, num_stages, _ = tables.time_s.shape
-    live: BoolArray = tables.allowed[:, None, :] & (tables.memory_bytes <= tables.capacity_bytes[None, :, None] * (1 + 1e-9))
+    live: BoolArray = tables.allowed[:, None, :] & (
+        tables.memory_bytes <= tables.capacity_bytes[None, :, None] * (1 + 1e-9)
+    )
     if has_spine(tables):
         u, i = np.arange(num_layers)[:, None], np.arange(num_stages)[None, :]
         live = live & ((u >= i) & (num_layers - u >= num_stages - i))[:, :, None]
@@ -137,9 +139,7 @@ def _classes(rows: Sequence[tuple[bytes, ...]]) -> list[int]:
     return [first.setdefault(row, k) for k, row in enumerate(rows)]
 
 
-def _members(
-    joint: JointModel, layer: int, classes: list[int]
-) -> dict[tuple[int, int], list[int]]:
+def _members(joint: JointModel, layer: int, classes: list[int]) -> dict[tuple[int, int], list[int]]:
     """Variables of a layer by (stage, class)."""
     groups: dict[tuple[int, int], list[int]] = {}
     for u, i, k in joint.by_layer[layer]:
@@ -197,13 +197,13 @@ def add_intervals(joint: JointModel, tables: CostTables, columns: Columns) -> No
         here = [q for q, (stage, _, _) in enumerate(intervals) if stage == i]
         model.add_row([number[q] for q in here], [1.0] * len(here), "=", 1.0)
         terms = joint.stage_rows[i]
-        model.add_row(
-            [*terms, *(number[q] for q in here)], [*terms.values(), *(-time[q] for q in here)], ">", 0.0
-        )
+        model.add_row([*terms, *(number[q] for q in here)], [*terms.values(), *(-time[q] for q in here)], ">", 0.0)
         if tables.candidate.num_microbatches > 1:
             model.add_row([joint.slowest, *(number[q] for q in here)], [1.0, *(-time[q] for q in here)], ">", 0.0)
         if iteration[here].any():
-            model.add_row([joint.iteration, *(number[q] for q in here)], [1.0, *(-iteration[q] for q in here)], ">", 0.0)
+            model.add_row(
+                [joint.iteration, *(number[q] for q in here)], [1.0, *(-iteration[q] for q in here)], ">", 0.0
+            )
         for u in range(tables.num_layers):
             cover = [number[q] for q in here if intervals[q][1] <= u <= intervals[q][2]]
             inside = [joint.place[n] for n in joint.by_layer[u] if n[1] == i]

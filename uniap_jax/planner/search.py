@@ -87,9 +87,7 @@ class Incumbent:
             return False
         if evaluation.step_time_s > self.limit(tables.candidate):
             return False
-        self.best = Priced(
-            candidate=tables.candidate, assignment=assignment, evaluation=evaluation, engine=engine
-        )
+        self.best = Priced(candidate=tables.candidate, assignment=assignment, evaluation=evaluation, engine=engine)
         return True
 
     def take(self, other: Priced) -> None:
@@ -106,9 +104,7 @@ class Incumbent:
         """A plan of the candidate is taken up to here: a little above the incumbent where it would be simpler."""
         if self.best is None:
             return math.inf
-        own, other = (
-            (c.num_stages, c.num_microbatches) for c in (candidate, self.best.candidate)
-        )
+        own, other = ((c.num_stages, c.num_microbatches) for c in (candidate, self.best.candidate))
         return self.value * (1 + TIE if own < other else 1 - TIE)
 
 

@@ -177,9 +177,7 @@ def solve(
 
 def _no_plan(run: Run, costs: CostModel, result: SearchResult) -> UniapError:
     if result.complete and run.engine in EXACT:
-        return explain(
-            run.tables_of, run.candidates, num_devices=costs.num_devices, batch_size=costs.batch_size
-        )
+        return explain(run.tables_of, run.candidates, num_devices=costs.num_devices, batch_size=costs.batch_size)
     seconds = run.clock.spent()
     if run.engine in BASELINES:
         return NoPlanInTimeError(

@@ -1,0 +1,103 @@
+"""A solver that is killed, hangs, lies or is missing never changes the plan."""
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from uniap_jax.planner import mip_model, solve_file
+from uniap_jax.planner.mip_model import MipModel, solve_mip
+
+DATA = Path(__file__).resolve().parent.parent / "data" / "planning"
+CHAIN, SKIPS = DATA / "chain14_p2.json", DATA / "small_5.json"
+TRUTH = {CHAIN: 2195.134382, SKIPS: 422.0}
+
+READ = "import json, sys; spec = json.load(sys.stdin); n = len(spec['cost']); "
+FAULTS = {
+    "killed": f"import os; os.kill(os.getpid(), {int(signal.SIGSEGV)})",
+    "nonsense": "print('Cbc0010I After 0 nodes')",
+    "short": READ + "print(json.dumps({'status': 'optimal', 'values': [1.0], 'objective': 1.0, 'bound': 1.0}))",
+    "zeros": READ + "print(json.dumps({'status': 'optimal', 'values': [0.0] * n, 'objective': 0.0, 'bound': 0.0}))",
+    "ones": READ + "print(json.dumps({'status': 'optimal', 'values': [1.0] * n, 'objective': 1.0, 'bound': 1.0}))",
+    "infeasible": READ + "print(json.dumps({'status': 'infeasible', 'values': None, 'bound': None}))",
+    "no module": READ + "print(json.dumps({'status': 'failed', 'reason': 'ModuleNotFoundError: mip', 'values': None}))",
+}
+
+
+def inject(monkeypatch, code: str) -> None:
+    monkeypatch.setattr(mip_model, "child_command", lambda: [sys.executable, "-c", code])
+
+
+# all ones is the right answer where the master has one column per stage
+@pytest.mark.parametrize("fault", [f for f in FAULTS if f != "ones"])
+def test_chain_survives(monkeypatch, fault):
+    inject(monkeypatch, FAULTS[fault])
+    answer = solve_file(CHAIN)
+    assert answer["status"] == "optimal"
+    assert answer["step_time_ms"] == pytest.approx(TRUTH[CHAIN], rel=1e-6)
+    assert answer["engine"] == "interval"
+    assert any("path search" in note for note in answer["notes"])
+
+
+@pytest.mark.parametrize("fault", [f for f in FAULTS if f != "infeasible"])
+def test_graph_with_skips_keeps_a_plan_and_claims_no_proof(monkeypatch, fault):
+    inject(monkeypatch, FAULTS[fault])
+    answer = solve_file(SKIPS)
+    assert answer["status"] == "feasible"
+    assert answer["step_time_ms"] >= TRUTH[SKIPS] * (1 - 1e-9)
+    assert answer["gap"] > 0
+    assert any("CBC" in note for note in answer["notes"])
+
+
+def test_hang_is_killed(monkeypatch):
+    inject(monkeypatch, "import time; time.sleep(600)")
+    monkeypatch.setattr(mip_model, "GRACE_S", 0.5)
+    model = MipModel()
+    model.add(cost=1.0)
+    answer = solve_mip(model, time_limit_s=0.5)
+    assert answer.status == "failed"
+    assert "killed" in answer.reason
+
+
+def test_solver_that_cannot_be_started(monkeypatch):
+    monkeypatch.setattr(mip_model, "child_command", lambda: ["/nonexistent/python"])
+    answer = solve_file(CHAIN)
+    assert answer["step_time_ms"] == pytest.approx(TRUTH[CHAIN], rel=1e-6)
+    assert any("did not start" in note for note in answer["notes"])
+
+
+def test_missing_mip(monkeypatch, tmp_path):
+    (tmp_path / "mip.py").write_text("raise ModuleNotFoundError(\"No module named 'mip'\")\n")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    answer = solve_file(CHAIN)
+    assert answer["step_time_ms"] == pytest.approx(TRUTH[CHAIN], rel=1e-6)
+    assert any("No module named 'mip'" in note for note in answer["notes"])
+
+
+def test_gurobi_without_licence_is_not_asked(monkeypatch, tmp_path):
+    (tmp_path / "gurobipy.py").write_text("raise RuntimeError('no licence')\n")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    assert solve_file(CHAIN)["engine"] == "interval+cbc"
+
+
+def test_a_true_plan_with_a_false_price_is_not_believed(monkeypatch):
+    """The solver's own child, but every bound it reports is ten times too high."""
+    real = str(Path(mip_model.__file__).with_name("cbc.py"))
+    code = (
+        "import json, subprocess, sys; "
+        f"out = subprocess.run([sys.executable, '-P', {real!r}], input=sys.stdin.buffer.read(), stdout=-1).stdout; "
+        "answer = json.loads(out); answer['bound'] = 10 * (answer['bound'] or 1.0); print(json.dumps(answer))"
+    )
+    inject(monkeypatch, code)
+    answer = solve_file(SKIPS)
+    assert answer["step_time_ms"] == pytest.approx(TRUTH[SKIPS], rel=1e-6)
+    assert answer["status"] == "feasible"
+    assert any("not used" in note for note in answer["notes"])
+
+
+def test_nothing_on_stdout(capfd):
+    solve_file(CHAIN)
+    solve_file(SKIPS, engine="miqp")
+    assert capfd.readouterr() == ("", "")

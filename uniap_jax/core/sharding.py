@@ -137,14 +137,8 @@ def layer_sharding(graph: LayerGraph, layer: Layer, strategy: Strategy) -> Layer
                 size=size,
                 degree=strategy.batch_ways,
             )
+    # where nothing can be split over the tensor axes (`split.reason`) every device of them does the same work
     split = dims.tensor_split(layer, strategy.tensor)
-    if split.reason:
-        raise StrategyError(
-            f"layer {layer.name} cannot be split tensor={strategy.tensor}: {split.reason}",
-            strategy=str(strategy),
-            layer=layer.name,
-            degree=strategy.tensor,
-        )
     tensor_specs = [
         tuple(axes.tensor if d == split.params[i] else () for d in range(len(graph.params[p].shape)))
         for i, p in enumerate(layer.params)

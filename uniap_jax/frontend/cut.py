@@ -24,7 +24,7 @@ HEAVY = frozenset({"dot_general", "conv_general_dilated", "scan", "while", "cust
 MIN_SHARE = 0.01  # of the work: a smaller layer joins a neighbour
 MAX_REGION = 0.30  # of the work: a larger region is cut again at wider places
 MAX_WIDTH = 12
-PIECE = 1 / 16  # of the work: what unequal layers are gathered up to
+PIECE = 1 / 8  # of the work: what unequal layers are gathered up to
 MIN_RUN = 0.05  # of the work: a lighter run of equal neighbours is not worth telling apart
 NOTHING = 1e-4  # of the work: joins a neighbour whatever that breaks
 
@@ -227,30 +227,20 @@ def _rotation(work: Work, start: int, spare: int, period: int, count: int) -> in
     return min(range(spare + 1), key=cost)
 
 
-def _refine(work: Work, low: int, high: int, width: int) -> list[int]:
-    """Narrow places inside [low, high); regions that stay too heavy are cut at wider places."""
-    share = work.weight[low:high].sum() / work.weight.sum()
-    if width > MAX_WIDTH or (width > 1 and share <= MAX_REGION):
-        return []
-    places = [p for p in range(low + 1, high) if work.width[p] <= width]
-    edges, found = [low, *places, high], list(places)
-    for a, b in zip(edges, edges[1:], strict=False):
-        if b - a > 1:
-            found += _refine(work, a, b, width + 1)
-    return sorted(found)
-
-
 def _gather(work: Work, low: int, high: int, level: int) -> list[int]:
-    """Gathers what lies between places no wider than `level` into pieces of about PIECE of the work."""
-    atoms = [low, *_refine(work, low, high, 1), high]
-    total, starts, held = work.weight.sum(), [low], 0.0
-    for a, b in zip(atoms, atoms[1:], strict=False):
-        share = work.weight[a:b].sum() / total
-        if a > low and work.width[a] <= level and held >= MIN_SHARE and held + share > PIECE:
-            starts.append(a)
-            held = 0.0
-        held += share
-    return starts
+    """Starts of pieces of about PIECE of the work: the narrowest places first, of those the most balanced."""
+    total = work.weight.sum()
+    sums = np.concatenate([[0.0], np.cumsum(work.weight[low:high])]) / total
+    if sums[-1] <= PIECE:
+        return [low]
+    places = np.arange(low + 1, high)
+    before = sums[1:-1]
+    fit = (work.width[places] <= level) & (before >= MIN_SHARE) & (sums[-1] - before >= MIN_SHARE)
+    if not fit.any():
+        return [low]
+    unbalanced = np.abs(2 * before - sums[-1])
+    at = int(places[fit][np.lexsort((work.crossing_bytes[places[fit]], unbalanced[fit], work.width[places[fit]]))[0]])
+    return [*_gather(work, low, at, level), *_gather(work, at, high, level)]
 
 
 def _join_small(work: Work, pieces: list[_Piece], end: int) -> list[_Piece]:

@@ -122,6 +122,7 @@ class Describer:
         Raises:
             StrategyError: the strategy is illegal for this layer.
         """
+        strategy = self._as_compiled(strategy, fused)
         weights = param_bytes(self.graph, layer, strategy)
         full, small = self._counts(layer, strategy)
         local = samples / strategy.batch_ways
@@ -133,10 +134,15 @@ class Describer:
             forward_s=self._seconds(forward, strategy) + gather,
             backward_s=self._seconds(backward, strategy) + (gather if again else 0.0),
             sync_s=self.sync_s(strategy, weights),
-            kept_bytes=self._kept(layer, strategy, local) + self._kept_weights(strategy, weights, fused),
+            kept_bytes=self._kept(layer, strategy, local, fused) + self._kept_weights(strategy, weights, fused),
             transient_bytes=max(forward.transient_bytes(strategy.tensor), backward.transient_bytes(strategy.tensor))
             + self._working_weights(strategy, weights, fused),
         )
+
+    def _as_compiled(self, strategy: Strategy, fused: bool) -> Strategy:
+        """XLA's CPU backend drops the barriers of `jax.checkpoint`: in one program it recomputes nothing."""
+        dropped = fused and self.cluster.platform == "cpu" and strategy.keep != "all"
+        return replace(strategy, keep="all") if dropped else strategy
 
     def _counts(self, layer: Layer, strategy: Strategy) -> tuple[Work, Work | None]:
         key = (layer.signature or str(layer.index), strategy.keep, strategy.tensor)
@@ -179,6 +185,7 @@ class Describer:
         Raises:
             StrategyError: the strategy is illegal for this layer.
         """
+        strategy = self._as_compiled(strategy, fused)
         weights = param_bytes(self.graph, layer, strategy)
         full, small = self._counts(layer, strategy)
         local = samples / strategy.batch_ways
@@ -247,13 +254,14 @@ class Describer:
             total += weights.count * fit.alpha_s + fit.beta_s_per_byte * rest
         return total
 
-    def _kept(self, layer: Layer, strategy: Strategy, local: float) -> float:
+    def _kept(self, layer: Layer, strategy: Strategy, local: float, fused: bool) -> float:
         full, small = self._counts(layer, strategy)
 
         def mixed(name: str) -> float:
             return float(self._mix(getattr(full, name), None if small is None else getattr(small, name), local))
 
-        return mixed("kept") + mixed("kept_split") / strategy.tensor
+        name = "fused" if fused else "kept"
+        return mixed(name) + mixed(f"{name}_split") / strategy.tensor
 
     def _kept_weights(self, strategy: Strategy, weights: ParamBytes, fused: bool) -> float:
         """A fused program without recompute holds gathered parameters until the backward."""

@@ -37,9 +37,13 @@ HEAVY = LOOPS | {
     *("dot_general", "conv_general_dilated", "gather", "sort", "top_k", "cumsum", "cumlogsumexp", "cummax", "cumprod"),
     *("scatter", "scatter-add", "scatter_add", "scatter-mul", "reduce_window", "select_and_scatter_add", "argmax"),
     *("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "argmin", "fft"),
+    *("random_bits", "threefry2x32", "rng_bit_generator"),
     *("dynamic_update_slice", "custom_call", "cholesky", "triangular_solve", "qr", "eigh", "reduce_window_sum"),
 }
-READERS = HEAVY - {"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"}
+RANDOM = frozenset({"random_bits", "threefry2x32", "rng_bit_generator"})
+RANDOM_COPIES = 5.0
+"""Arrays of the size of its result that a counter-based generator needs on the way, as seen in XLA's CPU programs."""
+READERS = HEAVY - RANDOM - {"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"}
 """Kernels that need their inputs in memory; a reduction fuses with what makes its input."""
 
 
@@ -50,6 +54,10 @@ _CHEAP_NAMES = """
 """
 CHEAP = frozenset(_CHEAP_NAMES.split())
 """What a stage's backward makes again of parameters or of the batch alone, rather than keep it."""
+FUSED = (CHEAP | {"erf_inv", "is_finite", "sin", "cos", "round", "copysign", "add_any", "stop_gradient"}) - {
+    *("exp", "log", "tanh", "logistic", "pow"),
+}
+"""Element-wise operations that XLA copies into every kernel that reads their result."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -89,12 +97,16 @@ class Work:
         kept: bytes kept for the backward that tensor ways do not divide; parameters, operands and cheap functions of
             either (masks, casts) apart, for those are made again.
         kept_split: bytes kept that they do.
+        fused: as `kept`, by a compiler that sees forward and backward as one program.
+        fused_split: as `kept_split`, by such a compiler.
     """
 
     forward: Pass
     backward: Pass
     kept: float
     kept_split: float
+    fused: float
+    fused_split: float
 
 
 def layer_function(layer: Layer, keep: str) -> Callable[..., list[Any]]:
@@ -160,12 +172,15 @@ def measure_work(layer: Layer, *, keep: str, tensor: int) -> Work:
     own = {r.index: r for r, w in zip(kept, where, strict=True) if w is None}
     own |= {ins[w].index: ins[w] for w in where if w is not None and w >= len(params) + len(operands)}
     shares = [(r, meter.is_split(r, split)) for r in own.values() if not r.cheap]
+    fused = [(r, meter.is_split(r, split)) for r in _held_when_fused(first, [r for r, _ in shares])]
     grads = {r.index for r in second.outs[: sum(map(is_float, params))]}
     return Work(
         forward=meter.summary(first, split, apart={r.index for r in (*ins, *own.values())}),
         backward=meter.summary(second, split, apart=grads | {r.index for r in (*again, *cotangents)}),
         kept=sum(r.nbytes for r, s in shares if not s),
         kept_split=sum(r.nbytes for r, s in shares if s),
+        fused=sum(r.nbytes for r, s in fused if not s),
+        fused_split=sum(r.nbytes for r, s in fused if s),
     )
 
 
@@ -312,7 +327,7 @@ class _Meter:
             cut = any(self.is_split(v, split) for v in (*e.ins, *e.outs))
             made = [v for v in e.outs if v.index in read or e.name in HEAVY]
             if e.name in HEAVY:
-                moved = sum(v.nbytes for v in (*e.ins, *e.outs))
+                moved = sum(v.nbytes for v in (*e.ins, *e.outs)) * (2 * RANDOM_COPIES if e.name in RANDOM else 1.0)
                 kernels.append((e.flops, moved * _turns(e), cut, e.dtype))
             elif made and e.outs[0].kind != CONST:
                 kernels.append((e.flops, 2.0 * sum(v.nbytes for v in made), cut, ""))
@@ -320,7 +335,9 @@ class _Meter:
                 reduced.append(e.outs[0].nbytes)
             end = len(run.events)
             for v in made:
-                if v.index not in apart and not v.cheap:
+                if e.name in RANDOM:
+                    stays.append((i, i, RANDOM_COPIES * v.nbytes, self.is_split(v, split)))
+                elif v.index not in apart and not v.cheap:
                     stop = end if v.index in results else last.get(v.index, i)
                     stays.append((i, stop, v.nbytes, self.is_split(v, split)))
         return Pass(
@@ -332,6 +349,41 @@ class _Meter:
             live_split=_alive([s[:3] for s in stays if s[3]], len(run.events)),
             reduced=tuple(reduced),
         )
+
+
+def _held_when_fused(run: _Run, residuals: Sequence[_Value]) -> list[_Value]:
+    """What stays alive between the directions of one program.
+
+    XLA makes cheap element-wise values again inside the kernels that read them, from values that exist anyway:
+    results of kernels and of expensive functions, and what a kernel of the forward reads. A value is made again where
+    that takes no more bytes than keeping it.
+    """
+    made = {v.index: e for e in run.events for v in e.outs}
+    exist = {v.index for e in run.events if e.name in READERS for v in e.ins}
+
+    def stays(v: _Value) -> bool:
+        event = made.get(v.index)
+        return event is None or v.index in exist or event.name in HEAVY or event.name not in FUSED
+
+    def sources(v: _Value) -> dict[int, _Value]:
+        found: dict[int, _Value] = {}
+        pending, seen = [v], set()
+        while pending:
+            x = pending.pop()
+            if x.index in seen or x.cheap:
+                continue
+            seen.add(x.index)
+            if stays(x):
+                found[x.index] = x
+            else:
+                pending.extend(made[x.index].ins)
+        return found
+
+    held = {r.index: r for r in residuals if stays(r)}
+    for r in sorted((r for r in residuals if not stays(r)), key=lambda r: r.nbytes):
+        more = {i: v for i, v in sources(r).items() if i not in held}
+        held |= more if sum(v.nbytes for v in more.values()) <= r.nbytes else {r.index: r}
+    return list(held.values())
 
 
 def _turns(event: _Event) -> float:

@@ -13,14 +13,17 @@ from uniap_jax.core.described import Describer, batch_bytes, cut_batch, divisors
 from uniap_jax.core.errors import StrategyError
 from uniap_jax.core.graph import Layer, LayerGraph
 from uniap_jax.core.machine import Cluster
+from uniap_jax.core.plan import SCHEDULES
 from uniap_jax.core.profile import Key, LayerCost, Links, Profile, Rates
 from uniap_jax.core.sharding import LayerSharding, axis_sizes, layer_sharding, shard_bytes
-from uniap_jax.core.plan import SCHEDULES
 from uniap_jax.core.strategy import Strategy, enumerate_strategies
 from uniap_jax.cost_model.reshard import bundles, reshard_seconds, transfer_seconds
 from uniap_jax.cost_model.state import state_bytes
 
 FloatArray = NDArray[np.float64]
+
+ACCUMULATORS = 2.0
+"""Copies of the accumulated gradients: a loop's carry and its next value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,8 +169,12 @@ class TableModel:
                 cost = self._cost(layer, strategy, self.batch_size // pieces, stages == 1)
                 allowed[u, k] = cost.origin != "does_not_fit"
                 time[u, k], iteration[u, k] = self._seconds(layer, strategy, cost, candidate)
-                fixed[u, k] = self._fixed_bytes(layer, strategy, candidate)
+                fixed[u, k], grads = self._fixed_bytes(layer, strategy, candidate)
                 kept[u, k], transient[u, k] = cost.kept_bytes, cost.transient_bytes
+                if stages == 1:  # as gradients appear kept values go: the larger of the two is alive
+                    kept[u, k] = max(cost.kept_bytes, grads)
+                else:
+                    fixed[u, k] += grads
         fixed += self._working_share(transient, candidate)
         in_flight = np.array([flights(candidate, i) for i in range(stages)], dtype=np.float64)
         edges, tensor, reshard, cross, relay = self._edges(candidate, strategies)
@@ -279,20 +286,21 @@ class TableModel:
             )
         return self._shares[key]
 
-    def _fixed_bytes(self, layer: Layer, strategy: Strategy, candidate: Candidate) -> float:
-        """Parameters, gradients, optimizer state and batch of one layer on one device."""
-        shares, total = self._sharding(layer, strategy), 0.0
+    def _fixed_bytes(self, layer: Layer, strategy: Strategy, candidate: Candidate) -> tuple[float, float]:
+        """Bytes of one layer on one device: parameters, optimizer state, batch, accumulators; and its gradients."""
+        shares, total, grads = self._sharding(layer, strategy), 0.0, 0.0
         for i, p in enumerate(layer.params):
             if not self._counts_here(layer.index, p, candidate.num_stages):
                 continue
             work, stored = self._state.work[p], self._state.param[p]
             cast = work if not stored else 0.0
             total += (stored + cast) * shares.stored[i] + self._state.optimizer[p] * shares.optimizer[i]
-            copies = 2.0 if candidate.num_microbatches > 1 else 1.0  # accumulated, and of the micro-batch at hand
-            total += copies * work * shares.grads[i]
+            grads += work * shares.grads[i]
+            if candidate.num_microbatches > 1:
+                total += ACCUMULATORS * work * shares.grads[i]
         if layer.index == 0:
             total += self._state.other + batch_bytes(self.graph.step.batch, strategy.batch_ways)
-        return total
+        return total, grads
 
     def _counts_here(self, layer: int, param: int, stages: int) -> bool:
         """Whether a shared parameter is charged to this layer: once for every stage's worth of layers.

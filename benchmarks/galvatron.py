@@ -156,9 +156,11 @@ class Space:
         full[0, 0] += seconds[0]
         if case.stages > 1:
             full[-1, -1] += seconds[-1]
-        # gradient sync that later stages do not hide behind earlier ones' work is next to nothing; the price knows
+        # the first stage hides its gradient sync behind the embedding; what later stages do not hide behind earlier
+        # ones' work is next to nothing, and the price knows
         once = np.zeros((layers, case.stages, k))
         once[:, 0] = sync[self.ids]
+        once[0, 0] -= seconds[0]
         edges = tuple((u, u + 1) for u in range(layers - 1))
         nothing = np.broadcast_to(0.0, (len(edges), k, k))
         return CostTables(

@@ -90,8 +90,16 @@ class _Labels:
         return _Labels(*(getattr(self, f.name)[index] for f in fields(self)))
 
 
+def _steps(values: FloatArray) -> FloatArray:
+    """Sums in whole steps of 1e-12 of the largest: the same terms added in another order are the same sum."""
+    top = float(np.abs(values).max(initial=0.0))
+    steps: FloatArray = np.rint(values / (top * 1e-12)) if top > 0 else np.zeros_like(values)
+    return steps
+
+
 def front_of_two(group: IntArray, time: FloatArray, memory: FloatArray) -> IntArray:
     """Positions of the entries of each group that no other one of the group beats in both sums."""
+    time, memory = _steps(time), _steps(memory)
     order = np.lexsort((memory, time, group))
     rank = np.empty(len(order), dtype=np.int64)
     rank[np.argsort(memory[order], kind="stable")] = np.arange(len(order))
@@ -109,12 +117,18 @@ def _front_of_three(group: IntArray, labels: _Labels) -> IntArray:
     A dominating label has a bound no higher, so it stands earlier in the order by bound. Looking back a limited
     number of places leaves some dominated labels in; that costs time, never exactness.
     """
-    order = np.lexsort((labels.least, group))
-    columns = [group[order], labels.time[order], labels.iteration[order], labels.memory[order]]
+    sums = [_steps(x) for x in (labels.time, labels.iteration, labels.memory)]
+    order = np.lexsort((sums[2], sums[1], sums[0], group))
+    columns = [x[order] for x in (group, *sums)]
+    new = np.ones(len(order), dtype=np.bool_)
+    new[1:] = np.logical_or.reduce([x[1:] != x[:-1] for x in columns])
+    order = order[new]
+    order = order[np.lexsort((labels.least[order], group[order]))]
+    columns = [x[order] for x in (group, *sums)]
     shift = 1
     while shift < min(len(order), LOOK_BACK):
-        _same, *sums = (x[shift:] >= x[:-shift] for x in columns)
-        worse = (columns[0][shift:] == columns[0][:-shift]) & sums[0] & sums[1] & sums[2]
+        same = columns[0][shift:] == columns[0][:-shift]
+        worse = np.logical_and.reduce([same, *(x[shift:] >= x[:-shift] for x in columns[1:])])
         if worse.any():
             keep = np.concatenate([np.ones(shift, dtype=np.bool_), ~worse])
             order, columns = order[keep], [x[keep] for x in columns]

@@ -28,7 +28,7 @@ FIRST_TARGET = 1e-3
 
 TARGET_GROWTH = 6.0
 PROBE_LABELS = 2_000
-ASCENT_STEPS = 40
+ASCENT_STEPS = 10
 MASTER_COLUMNS = 3_000
 """Columns above which the master is left to the path search alone."""
 

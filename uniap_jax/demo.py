@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,13 +14,17 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from uniap_jax import api
-from uniap_jax.core.cluster import local_cluster
+from uniap_jax.core.cluster import Cluster, local_cluster
+from uniap_jax.core.errors import UniapError
+from uniap_jax.core.graph import LayerGraph
 from uniap_jax.core.plan import Plan
 from uniap_jax.core.plan_text import format_seconds
-from uniap_jax.core.serialize import plan_to_json
+from uniap_jax.core.profile import Profile
+from uniap_jax.core.serialize import load, plan_to_json, save
 from uniap_jax.demo_gpt import FULL, Size, create_state, make_batch, train_step
+from uniap_jax.profiler.cache import default_dir
 
-PROFILE_BUDGET_S = 90.0
+PROFILE_BUDGET_S = 75.0
 SEARCH_LIMIT_S = 30.0
 TIMED_STEPS = 7
 LOSS_TOLERANCE = 1e-4
@@ -59,7 +64,7 @@ def run_demo(
         f"a GPT with {count / 1e6:.1f} million parameters, batch {size.batch} × {size.sequence}, {len(devices)} devices"
     )
 
-    plan, planned = _make_plan(state, batches[0], devices, source, progress)
+    plan, planned = _make_plan(state, batches[0], devices, source, tell, progress)
     show_plan(plan)
     tell(f"profiled and planned in {format_seconds(time.perf_counter() - started)}")
 
@@ -95,13 +100,39 @@ def _make_plan(
     batch: Any,
     devices: Sequence[jax.Device],
     source: str,
+    tell: Callable[[str], None],
     progress: Callable[[int, int, str], None] | None,
 ) -> tuple[Plan, Any]:
     graph = api.trace(train_step, state, batch)
     cluster = local_cluster(devices)
-    profile = api.profile(graph, cluster, source=source, budget_s=PROFILE_BUDGET_S, progress=progress)
+    profile = _known_profile(graph, cluster, tell) if source == "measured" else None
+    if profile is None:
+        profile = api.profile(graph, cluster, source=source, budget_s=PROFILE_BUDGET_S, progress=progress)
+    if source == "measured":
+        save(profile, _profile_path(graph, cluster))
     plan = api.solve(api.estimate(graph, cluster, profile), time_limit_s=SEARCH_LIMIT_S)
     return plan, api.compile_plan(graph, plan, cluster)
+
+
+def _profile_path(graph: LayerGraph, cluster: Cluster) -> Path:
+    name = f"demo-{graph.fingerprint[:16]}-{cluster.num_devices}x{cluster.platform}-jax{jax.__version__}.json"
+    return default_dir().parent / name
+
+
+def _known_profile(graph: LayerGraph, cluster: Cluster, tell: Callable[[str], None]) -> Profile | None:
+    """What an earlier demo measured here; None where there is nothing, or nothing that can be read."""
+    path = _profile_path(graph, cluster)
+    if not path.is_file():
+        return None
+    try:
+        found = load(path)
+    except UniapError as error:
+        tell(f"the profile of an earlier demo cannot be used: {error}")
+        return None
+    if not isinstance(found, Profile):
+        return None
+    tell(f"times come from an earlier demo; delete {path} to measure again")
+    return found
 
 
 def _train(

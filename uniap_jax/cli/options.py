@@ -179,6 +179,7 @@ def make_parser() -> _Parser:
     run.add_argument("--tensorboard", metavar="DIR", help="write metrics and step times there (extra: report)")
     demo = add("demo", [], "Plan, train and check a small GPT on virtual devices")
     demo.add_argument("--steps", type=_count, default=20, metavar="N", help="training steps (default 20)")
+    demo.set_defaults(devices=8)
     return parser
 
 

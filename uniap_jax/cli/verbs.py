@@ -208,7 +208,10 @@ def run(options: Namespace, output: Output) -> int:
 def demo(options: Namespace, output: Output) -> int:
     """Plans, trains and checks a small GPT."""
     from uniap_jax.demo import run_demo
+    from uniap_jax.profiler.cache import default_dir
 
+    # Compiled programs are kept beside the profiles, so that a second demo does not compile them again.
+    jax.config.update("jax_compilation_cache_dir", str(default_dir().parent / "xla"))
     with profiling_bar() as progress:
         facts = run_demo(
             steps=options.steps,

@@ -62,6 +62,10 @@ class Decoder(nn.Module):
         return embed.attend(x) if self.tied else nn.Dense(VOCABULARY, dtype=self.dtype)(x)
 
 
+DECODER = Decoder()
+"""One object: a bound `apply` is equal to itself only."""
+
+
 def token_batch(size: int = BATCH) -> dict[str, np.ndarray]:
     tokens = np.random.RandomState(0).randint(0, VOCABULARY, (size, TOKENS)).astype(np.int32)
     return {"x": tokens, "y": np.roll(tokens, 1, axis=1)}
@@ -73,7 +77,7 @@ def _params(model: nn.Module) -> Any:
 
 
 def decoder_state(tx: Any, model: nn.Module | None = None, dtype: Any = None) -> TrainState:
-    model = model or Decoder()
+    model = model or DECODER
     params = jax.tree.map(lambda x: jnp.asarray(x, dtype), _params(model))
     return TrainState.create(apply_fn=model.apply, params=params, tx=tx)
 

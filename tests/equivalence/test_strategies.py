@@ -11,6 +11,7 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
+
 from runtime_support import (
     BF16_RTOL,
     Decoder,
@@ -88,7 +89,14 @@ def test_case_29_bf16_parameters_with_f32_moments(stages: int) -> None:
         return decoder_state(optax.sgd(0.1, momentum=0.9, accumulator_dtype=jnp.float32), dtype=jnp.bfloat16)
 
     assert_as_one_device(
-        decoder_step, bf16, token_batch(), stages=stages, microbatches=2, strategies="data=2", rtol=BF16_RTOL, atol=BF16_RTOL
+        decoder_step,
+        bf16,
+        token_batch(),
+        stages=stages,
+        microbatches=2,
+        strategies="data=2",
+        rtol=BF16_RTOL,
+        atol=BF16_RTOL,
     )
 
 
@@ -140,7 +148,9 @@ def test_batch_statistics(plan: dict[str, Any]) -> None:
 
 class Perceptron(nnx.Module):
     def __init__(self, rngs: nnx.Rngs) -> None:
-        self.inner = nnx.List([nnx.Linear(12, 16, rngs=rngs), nnx.Linear(16, 16, rngs=rngs), nnx.Linear(16, 12, rngs=rngs)])
+        self.inner = nnx.List(
+            [nnx.Linear(12, 16, rngs=rngs), nnx.Linear(16, 16, rngs=rngs), nnx.Linear(16, 12, rngs=rngs)]
+        )
         self.dropout = nnx.Dropout(0.3, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -161,7 +171,6 @@ def nnx_step(model: Any, optimizer: Any, batch: jax.Array) -> jax.Array:
 @pytest.mark.parametrize("plan", [{"strategies": "data=4"}, {"stages": 2, "strategies": "data=2", "microbatches": 2}])
 def test_case_37_nnx_objects_are_changed_in_place(plan: dict[str, Any]) -> None:
     from runtime_support import make_plan, worst
-
     from uniap_jax import frontend, runtime
 
     def make() -> tuple[Any, Any]:

@@ -22,6 +22,7 @@ from uniap_jax.runtime.stage_programs import build_stage, result_shardings
 from uniap_jax.runtime.stages import StageSpec, stage_specs
 from uniap_jax.runtime.transfer import Move
 from uniap_jax.runtime.update import Update
+from uniap_jax.runtime.update_split import Piece, split_update
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -51,10 +52,11 @@ class Programs:
 
     Args:
         layout: graph under its plan.
+        pieces: of the update.
         donated: state leaves whose buffers are given up.
     """
 
-    def __init__(self, layout: Layout, donated: Sequence[int]) -> None:
+    def __init__(self, layout: Layout, pieces: Sequence[Piece], donated: Sequence[int]) -> None:
         graph = layout.graph
         self.specs = stage_specs(layout)
         self.writer = {v: spec.stage for spec in self.specs for v in spec.writes}
@@ -76,7 +78,8 @@ class Programs:
             for spec in self.specs
             for k, sharding in zip(spec.results, _whole_shardings(layout, spec), strict=True)
         }
-        self.update = Update(layout, self.leaves, [shapes[k] for k in range(len(graph.results))], parts, donated)
+        results = [shapes[k] for k in range(len(graph.results))]
+        self.update = Update(layout, pieces, self.leaves, results, parts, donated)
 
     def _params(self, spec: StageSpec, home: dict[int, NamedSharding]) -> dict[int, NamedSharding]:
         there = self.shared.there
@@ -156,6 +159,9 @@ class Pipeline:
     Args:
         layout: graph under its plan.
         donated: state leaves whose buffers are given up.
+
+    Raises:
+        ExecutionError: the optimizer joins large arrays of several stages.
     """
 
     def __init__(self, layout: Layout, donated: Sequence[int]) -> None:
@@ -163,13 +169,14 @@ class Pipeline:
         plan = layout.plan
         self.schedule: Schedule = make_schedule(plan.schedule, plan.num_stages, plan.num_microbatches)
         self._order = self.schedule.order
+        self._pieces = split_update(layout.graph, plan, layout.update, layout.params, layout.leaves)
         self._built: Programs | None = None
         self.watch: Callable[[int, Any, int], None] | None = None
 
     @property
     def _programs(self) -> Programs:
         if self._built is None:
-            self._built = Programs(self._layout, self._donated)
+            self._built = Programs(self._layout, self._pieces, self._donated)
         return self._built
 
     @property

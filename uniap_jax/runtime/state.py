@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
 
@@ -20,8 +21,8 @@ log = logging.getLogger("uniap_jax")
 
 def fits(leaf: Any, sharding: Sharding) -> bool:
     """Whether a leaf is an array that already lies as planned."""
-    if not isinstance(leaf, jax.Array):
-        return False
+    if not isinstance(leaf, jax.Array) or not leaf.committed:
+        return False  # what nobody put anywhere is the user's own: it is copied, and outlives the step
     have = leaf.sharding
     return (
         have is sharding
@@ -59,10 +60,12 @@ def place_leaf(leaf: Any, value: Value, sharding: Sharding) -> jax.Array:
     if isinstance(leaf, jax.Array):
         if leaf.dtype != value.dtype and not is_key(value.dtype):
             leaf = leaf.astype(value.dtype)
-        placed = jax.device_put(leaf, sharding, may_alias=False)
+        elif leaf.sharding.device_set & sharding.device_set:
+            leaf = jnp.copy(leaf)  # a shard that stays on its device would be the original's own buffer
     else:
-        placed = jax.device_put(np.asarray(leaf, dtype=value.dtype), sharding, may_alias=False)
-    return placed  # type: ignore[no-any-return]
+        leaf = np.array(leaf, dtype=value.dtype)
+    placed: jax.Array = jax.device_put(leaf, sharding)
+    return placed
 
 
 class Placer:
@@ -113,19 +116,21 @@ class Placer:
 
     def _separate(self, placed: list[Any]) -> None:
         """Gives every donated leaf a buffer of its own."""
-        owner: dict[int, int] = {}
-        first = self._donated[0] if self._donated else 0
         if len({id(placed[i]) for i in self._donated}) == len(self._donated):
             return
-        for i in self._donated:
-            first = owner.setdefault(id(placed[i]), i)
+        owner: dict[int, int] = {}
+        pairs = [(owner.setdefault(id(placed[i]), i), i) for i in self._donated]
+        same = [(self._values[a].name, self._values[b].name) for a, b in pairs if a != b]
+        log.warning(
+            "%d leaves of the state are the same arrays as others; all are given up to the step, so they are copied "
+            "first: %s%s",
+            len(same),
+            "; ".join(f"{b} is {a}" for a, b in same[:3]),
+            "; ..." if len(same) > 3 else "",
+        )
+        for first, i in pairs:
             if first != i:
-                log.warning(
-                    "%s and %s are the same array; both are given up to the step, so the second is copied",
-                    self._values[first].name,
-                    self._values[i].name,
-                )
-                placed[i] = jax.device_put(placed[i], self._shardings[i], may_alias=False)
+                placed[i] = jax.device_put(jnp.copy(placed[i]), self._shardings[i])
 
 
 def create(layout: Layout, create_state: Callable[..., Any], args: Sequence[Any]) -> list[Any]:

@@ -14,7 +14,7 @@ from uniap_jax.core.jax_compat import Var
 from uniap_jax.runtime.feed import Leaves
 from uniap_jax.runtime.homes import Layout
 from uniap_jax.runtime.programs import Program, as_function, aval_shape, build, shape_of
-from uniap_jax.runtime.update_split import JOIN, Piece, split_update
+from uniap_jax.runtime.update_split import JOIN, Piece
 
 SMALL_METRIC_BYTES = 2**20
 """Metrics up to this size are copied to all devices, so that they can be used together whatever stage made them."""
@@ -46,6 +46,7 @@ class Update:
 
     Args:
         layout: graph under its plan.
+        pieces: from `split_update`.
         leaves: how to read the state.
         results: layout of each whole-batch result.
         grads: for each parameter the shapes of its gradient at home: one per stage that computes a part of it.
@@ -55,6 +56,7 @@ class Update:
     def __init__(
         self,
         layout: Layout,
+        pieces: Sequence[Piece],
         leaves: Leaves,
         results: Sequence[jax.ShapeDtypeStruct],
         grads: Sequence[Sequence[jax.ShapeDtypeStruct]],
@@ -62,9 +64,7 @@ class Update:
     ) -> None:
         self._layout, self._leaves = layout, leaves
         self._results, self._grads = tuple(results), tuple(tuple(g) for g in grads)
-        flow = layout.update
-        self._sources = flow.sources
-        pieces = split_update(layout.graph, layout.plan, flow, layout.params, layout.leaves)
+        self._sources = layout.update.sources
         self._sent = {var for piece in pieces for var in piece.outputs[: piece.sent]}
         self._ready = [self._build(piece, frozenset(donated), last=piece.phase == pieces[-1].phase) for piece in pieces]
         self._targets = self._output_targets()

@@ -14,8 +14,10 @@ from uniap_jax.core.profile import Key, LayerCost, LinkFit, Profile, Rates
 from uniap_jax.core.serialize import load, plan_from_json, plan_to_json, profile_from_json, profile_to_json, save
 from uniap_jax.core.strategy import Strategy, enumerate_strategies
 
+TWO = (Strategy(data=2, tensor=2), Strategy(fsdp=4, keep="inputs"))
 
-def plan(strategies=(Strategy(data=2, tensor=2), Strategy(fsdp=4, keep="inputs"))):
+
+def plan(strategies=TWO):
     return Plan(
         num_stages=2,
         num_microbatches=2,

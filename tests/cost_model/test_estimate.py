@@ -1,0 +1,213 @@
+import itertools
+
+import numpy as np
+import pytest
+
+import cost_support
+import uniap_jax
+from uniap_jax.core.cluster import load_cluster, local_cluster
+from uniap_jax.core.costs import Assignment, Candidate, evaluate
+from uniap_jax.core.described import Describer
+from uniap_jax.core.errors import ProfileError
+from uniap_jax.core.profile import Key, LayerCost, Profile
+from uniap_jax.core.strategy import Strategy
+from uniap_jax.cost_model import estimate
+from uniap_jax.cost_model.assemble import busy_factor, flights
+from uniap_jax.cost_model.reshard import bundles, reshard_seconds
+from uniap_jax.cost_model.state import state_bytes
+
+PARAMS = 2 * cost_support.WIDTH * cost_support.HIDDEN * 4  # bytes of one block
+
+
+@pytest.fixture(scope="module")
+def graph():
+    return cost_support.graph()
+
+
+@pytest.fixture(scope="module")
+def model(graph):
+    return estimate(graph, load_cluster("h100:8"))
+
+
+def test_candidates_divide_devices_batch_and_layers(graph, model):
+    found = {(c.num_stages, c.num_microbatches) for c in model.candidates()}
+    stages = [p for p in (1, 2, 4, 8) if p <= len(graph.layers)]
+    assert found == set(itertools.product(stages, (1, 2, 4, 8)))
+
+
+@pytest.mark.parametrize(("stages", "pieces"), [(3, 1), (8, 1), (1, 3)])
+def test_impossible_candidates_are_refused(model, stages, pieces):
+    with pytest.raises(ValueError, match="use one of"):
+        model.tables(Candidate(num_stages=stages, num_microbatches=pieces))
+
+
+def test_every_table_is_finite_and_prices_every_uniform_plan(model):
+    for candidate in model.candidates():
+        tables = model.tables(candidate)
+        for name in ("time_s", "iteration_time_s", "memory_bytes", "reshard_s", "cross_stage_s", "relay_s"):
+            table = getattr(tables, name)
+            assert np.isfinite(table).all(), name
+            assert (table >= 0).all(), name
+        stage = tuple(u * candidate.num_stages // tables.num_layers for u in range(tables.num_layers))
+        for k in np.flatnonzero(tables.allowed.all(axis=0)):
+            assert evaluate(tables, Assignment(stage=stage, strategy=(int(k),) * tables.num_layers)).feasible
+
+
+def test_state_is_read_from_the_real_tree(graph):
+    state = state_bytes(graph)
+    assert sum(state.param) == 3 * PARAMS
+    assert sum(state.optimizer) == 2 * 3 * PARAMS  # Adam's two moments
+    assert state.other == 4  # the step count
+
+
+def test_memory_of_parameters_by_hand(graph):
+    """Between data parallelism and FSDP of one layer lies exactly the state that FSDP splits."""
+    model = estimate(graph, load_cluster("h100:8"))
+    candidate = Candidate(num_stages=4, num_microbatches=1)
+    tables = model.tables(candidate)
+    data, fsdp = (tables.strategies.index(s) for s in (Strategy(data=2), Strategy(fsdp=2)))
+    costs = [model.layer_cost(1, s) for s in (Strategy(data=2), Strategy(fsdp=2))]
+    kept = costs[0].kept_bytes - costs[1].kept_bytes
+    working = costs[0].transient_bytes - costs[1].transient_bytes  # a layer a stage: it carries all of its own
+    difference = tables.memory_bytes[1, 1, data] - tables.memory_bytes[1, 1, fsdp]
+    assert difference == pytest.approx(4 * PARAMS / 2 + kept + working)
+
+
+def test_kept_values_grow_with_what_is_in_flight(model):
+    ahead = model.tables(Candidate(num_stages=4, num_microbatches=8, schedule="one_f_one_b"))
+    all_of_them = model.tables(Candidate(num_stages=4, num_microbatches=8, schedule="gpipe"))
+    k = ahead.strategies.index(Strategy(tensor=2))
+    kept = model.layer_cost(1, ahead.strategies[k], num_microbatches=8).kept_bytes
+    for i in range(4):
+        grown = all_of_them.memory_bytes[1, i, k] - ahead.memory_bytes[1, i, k]
+        assert grown == pytest.approx(kept * (8 - (4 - i)))
+
+
+def test_flights():
+    one = Candidate(num_stages=4, num_microbatches=2, schedule="one_f_one_b")
+    assert [flights(one, i) for i in range(4)] == [2, 2, 2, 1]
+    assert flights(Candidate(num_stages=4, num_microbatches=6, schedule="gpipe"), 3) == 6
+    assert flights(Candidate(num_stages=1, num_microbatches=6), 0) == 1
+
+
+def test_stages_on_shared_cores_wait_for_nobody_while_others_idle():
+    """With slowdown P the pipeline takes c times the work of all stages, however deep it is: cores are never idle."""
+    for stages, pieces in ((2, 1), (4, 4), (8, 3)):
+        candidate = Candidate(num_stages=stages, num_microbatches=pieces)
+        factor = busy_factor(candidate, float(stages))
+        assert factor * (stages + pieces - 1) == pytest.approx(pieces)
+        assert busy_factor(candidate, 1.0) == 1.0
+    assert busy_factor(Candidate(num_stages=1, num_microbatches=4), 2.0) == 1.0
+
+
+def test_resharding_is_free_between_equal_batch_ways_and_gathers_otherwise(graph, model):
+    bundle = bundles(graph)[0]
+    links = model._links
+    ways = [8, 4, 1]
+    table = reshard_seconds(bundle, ways, 8, links, 1.0)
+    assert np.diagonal(table).tolist() == [0.0, 0.0, 0.0]
+    nbytes = cost_support.BATCH * cost_support.WIDTH * 4
+    assert table[0, 1] == pytest.approx(links.time_s("all_gather", nbytes / 4, 2, 1))
+    assert table[1, 0] == table[0, 1]  # the gradient takes the same way back
+    assert table[0, 2] == pytest.approx(links.time_s("all_gather", nbytes, 8, 1))
+
+
+def test_a_value_with_many_readers_is_one_tensor():
+    import jax
+    import jax.numpy as jnp
+
+    def step(state, batch):
+        def loss(p):
+            memory = jnp.tanh(batch @ p["a"]) @ p["b"]
+            x = memory
+            for name in ("c", "d", "e"):
+                x = x + jnp.tanh((x * memory) @ p[name]) @ p[name].T
+            return jnp.mean(x**2)
+
+        value, grads = jax.value_and_grad(loss)(state)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), value
+
+    shape = jax.ShapeDtypeStruct((16, 16), jnp.float32)
+    graph = uniap_jax.trace(step, dict.fromkeys("abcde", shape), jax.ShapeDtypeStruct((8, 16), jnp.float32))
+    skips = [b for b in bundles(graph) if len(b.readers) > 1]
+    assert skips
+    tables = estimate(graph, load_cluster("h100:2")).tables(Candidate(num_stages=2, num_microbatches=1))
+    assert tables.edge_tensor is not None
+    assert len(set(tables.edge_tensor)) < len(tables.edges)
+
+
+def test_illegal_strategies_say_why(model):
+    assert model.reason(1, Strategy(data=8)) == ""
+    why = model.reason(1, Strategy(data=8), num_microbatches=2)
+    assert "does not divide" in why
+    tables = model.tables(Candidate(num_stages=1, num_microbatches=2))
+    assert not tables.allowed[1, tables.strategies.index(Strategy(data=8))]
+
+
+def test_measured_numbers_replace_described_ones(graph):
+    cluster = local_cluster()
+    layer = graph.layers[1]
+    cost = LayerCost(forward_s=1.0, backward_s=2.0, sync_s=0.5, kept_bytes=64.0, transient_bytes=0.0, origin="measured")
+    profile = Profile(
+        source="measured",
+        graph_fingerprint=graph.fingerprint,
+        device_kind=cluster.kind,
+        num_devices=8,
+        batch_size=cost_support.BATCH,
+        entries=((Key(signature=layer.signature, strategy="data=8", samples=cost_support.BATCH), cost),),
+    )
+    model = estimate(graph, cluster, profile)
+    tables = model.tables(Candidate(num_stages=1, num_microbatches=1))
+    k = tables.strategies.index(Strategy(data=8))
+    assert tables.time_s[1, 0, k] == pytest.approx(3.5)
+    assert tables.time_s[2, 0, k] == tables.time_s[1, 0, k]  # an equal layer
+    assert model.source == "measured"
+
+
+def test_a_profile_of_another_model_is_refused(graph):
+    cluster = local_cluster()
+    other = Profile(
+        source="described", graph_fingerprint="other", device_kind=cluster.kind, num_devices=8, batch_size=8
+    )
+    with pytest.raises(ProfileError) as error:
+        estimate(graph, cluster, other)
+    assert error.value.field == "graph_fingerprint"
+
+
+def test_a_strategy_that_ran_out_of_memory_is_not_allowed(graph):
+    cluster = local_cluster()
+    cost = LayerCost(
+        forward_s=1.0, backward_s=2.0, sync_s=0.5, kept_bytes=64.0, transient_bytes=0.0, origin="does_not_fit"
+    )
+    key = Key(signature=graph.layers[1].signature, strategy="data=8", samples=cost_support.BATCH)
+    profile = Profile(
+        source="measured",
+        graph_fingerprint=graph.fingerprint,
+        device_kind=cluster.kind,
+        num_devices=8,
+        batch_size=cost_support.BATCH,
+        entries=((key, cost),),
+    )
+    tables = estimate(graph, cluster, profile).tables(Candidate(num_stages=1, num_microbatches=1))
+    k = tables.strategies.index(Strategy(data=8))
+    assert not tables.allowed[1, k]
+    assert tables.allowed[0, k]
+
+
+def test_counts_are_affine_between_the_traced_batches(graph):
+    """A micro-batch described from the two traces equals one traced by itself."""
+    describer = Describer(graph, load_cluster("h100:8"))
+    half = Describer(graph.microbatch(1), load_cluster("h100:8"))
+    told = describer.cost(describer.graph.layers[1], Strategy(), samples=4, fused=False)
+    from uniap_jax.core.work import measure_work
+
+    traced = measure_work(graph.microbatch(2).layers[1], keep="all", tensor=1)
+    assert told.kept_bytes == pytest.approx(traced.kept + traced.kept_split)
+    assert half.splits == (1, 2, 4, 8)
+
+
+@pytest.mark.parametrize("name", ["h100:8x8", "v5p:4x4x4"])
+def test_large_machines_are_described_in_moments(graph, name):
+    model = estimate(graph, load_cluster(name))
+    tables = model.tables(Candidate(num_stages=2, num_microbatches=1))
+    assert tables.num_strategies == 21 * 2

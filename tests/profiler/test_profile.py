@@ -1,0 +1,119 @@
+import jax
+import pytest
+
+import cost_support
+from uniap_jax.core.cluster import load_cluster, local_cluster
+from uniap_jax.core.described import Describer
+from uniap_jax.core.errors import ProfileError
+from uniap_jax.core.profile import Rates
+from uniap_jax.core.sharding import make_mesh
+from uniap_jax.core.strategy import Strategy
+from uniap_jax.profiler import profile
+from uniap_jax.profiler.cache import Cache
+from uniap_jax.profiler.measure import Measurer
+from uniap_jax.profiler.order import entries
+from uniap_jax.profiler.programs import Arrays, Case, compile_fused, compile_split
+
+
+@pytest.fixture(scope="module")
+def graph():
+    return cost_support.graph()
+
+
+def measure(graph, folder, **options):
+    given = {"num_stages": (1, 2), "num_microbatches": (1, 2), "keeps": ("all",), "budget_s": 12.0}
+    return profile(graph, local_cluster(), cache_dir=folder, **(given | options))
+
+
+def test_measured_then_from_the_cache(graph, tmp_path):
+    told = []
+    first = measure(graph, tmp_path, progress=lambda done, total, about: told.append((done, total, about)))
+    assert first.source == "measured"
+    assert first.counts()["measured"] >= 3
+    assert set(first.counts()) <= {"measured", "scaled"}
+    assert told
+    assert told[0][0] == 0
+    assert all(done < total for done, total, _ in told)
+    cost = next(c for _, c in first.entries if c.origin == "measured")
+    assert cost.runs >= 3
+    assert cost.time_s > 0
+
+    told.clear()
+    again = measure(graph, tmp_path, budget_s=0.0, progress=lambda *a: told.append(a))
+    assert not told  # nothing was measured, everything known counts
+    assert again.entries == first.entries
+    assert again.links == first.links
+    assert again.rates == first.rates
+
+
+def test_no_budget_and_no_cache_describes(graph, tmp_path):
+    found = measure(graph, tmp_path, budget_s=0.0)
+    assert found.source == "described"
+    assert set(found.counts()) == {"described"}
+
+
+def test_described_compiles_nothing(graph, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise AssertionError("compiled")
+
+    monkeypatch.setattr("uniap_jax.profiler.programs.jax.jit", refuse)
+    found = profile(graph, load_cluster("h100:8"), source="described")
+    assert found.counts() == {"described": len(found.entries)}
+    assert found.seconds < 10
+
+
+def test_devices_that_are_not_here(graph):
+    with pytest.raises(ProfileError) as error:
+        profile(graph, load_cluster("h100:8"))
+    assert error.value.field == "devices"
+    with pytest.raises(ProfileError) as error:
+        profile(graph, local_cluster(), devices=jax.devices()[:4])
+    assert (error.value.wanted, error.value.found) == (8, 4)
+    with pytest.raises(ProfileError) as error:
+        profile(graph, local_cluster(), source="guessed")
+    assert error.value.field == "source"
+
+
+def test_out_of_memory_is_a_fact_other_failures_are_notes(graph, tmp_path, monkeypatch):
+    describer = Describer(graph, local_cluster())
+    entry = entries(describer, num_stages=1, num_microbatches=1, keeps=("all",))[0]
+    for message, origin in (("RESOURCE_EXHAUSTED: 9 GiB", "does_not_fit"), ("INTERNAL: broken", None)):
+        measurer = Measurer(
+            describer=describer, devices=jax.devices(), rates=Rates(), cache=Cache(tmp_path / message[:4])
+        )
+
+        def fail(case, arrays, message=message):
+            raise jax.errors.JaxRuntimeError(message)
+
+        monkeypatch.setattr("uniap_jax.profiler.measure.compile_fused", fail)
+        cost = measurer.measure(entry)
+        assert (cost.origin if cost else None) == origin
+        assert bool(measurer.notes) == (origin is None)
+        known = measurer.known(entry)
+        assert (known.origin if known else None) == origin
+
+
+@pytest.mark.parametrize(
+    "strategy", [Strategy(data=4), Strategy(fsdp=4), Strategy(tensor=4), Strategy(data=2, tensor=2, keep="inputs")]
+)
+def test_split_programs_keep_what_was_described(graph, strategy):
+    describer = Describer(graph, local_cluster())
+    case = Case(graph=graph, layer=graph.layers[1], strategy=strategy, mesh=make_mesh(jax.devices()[:4]))
+    forward, backward = compile_split(case, Arrays())
+    told = describer.cost(graph.layers[1], strategy, samples=cost_support.BATCH, fused=False)
+    written = cost_support.BATCH * cost_support.WIDTH * 4 / strategy.batch_ways
+    assert forward.memory["outputs"] - written == pytest.approx(told.kept_bytes, abs=64)  # and a table of pointers
+    assert len(backward()) == 3  # gradients of two weights and of the input
+
+
+def test_the_two_programs_give_the_gradients_of_one(graph):
+    strategy, mesh = Strategy(data=2, tensor=2), make_mesh(jax.devices()[:4])
+    case = Case(graph=graph, layer=graph.layers[1], strategy=strategy, mesh=mesh)
+    (both,) = compile_fused(case, Arrays())
+    forward, backward = compile_split(case, Arrays())
+    whole = both()
+    kept = forward()[1:]
+    inputs, _, cotangents = backward.arguments
+    parts = backward.compiled(inputs, kept, cotangents)
+    for a, b in zip(whole, parts, strict=True):
+        assert jax.numpy.allclose(a, b, rtol=1e-5, atol=1e-7)

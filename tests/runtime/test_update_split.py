@@ -69,7 +69,7 @@ def test_case_11_multi_steps(stages: int) -> None:
     def make() -> Any:
         return decoder_state(optax.MultiSteps(optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-3)), 2))
 
-    step, state = assert_as_one_device(
+    step, _ = assert_as_one_device(
         decoder_step, make, token_batch(), steps=4, atol=ADAM_ATOL, stages=stages, strategies="fsdp=2,zero=1"
     )
     values = [v.name for v in step.graph.step.state]
@@ -140,7 +140,7 @@ def test_a_loss_scale_that_joins_stages() -> None:
         scale = jnp.where(finite, state["scale"] * 2, state["scale"] / 2)
         return {"params": params, "opt": opt, "scale": scale}, {"loss": loss / state["scale"], "finite": finite}
 
-    step, state = assert_as_one_device(train_step, make, token_batch(), steps=3, microbatches=2, **TWO)
+    _, state = assert_as_one_device(train_step, make, token_batch(), steps=3, microbatches=2, **TWO)
     assert float(state["scale"]) == 32.0
 
 

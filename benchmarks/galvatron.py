@@ -13,6 +13,7 @@ beyond stages and are enumerated outside: that common strategy, and the largest 
 from __future__ import annotations
 
 import argparse
+import heapq
 import importlib.util
 import itertools
 import json
@@ -28,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from uniap_jax.core.costs import Assignment, Candidate, CostTables, evaluate
-from uniap_jax.planner.bounds import quick_bound
+from uniap_jax.planner.bounds import Multipliers, quick_bound
 from uniap_jax.planner.clock import Clock
 from uniap_jax.planner.interval import ChainRefinement
 
@@ -209,30 +210,35 @@ def search(model: Any) -> Answer:
     """The best plan over all cases, least bound first."""
     started, clock = time.process_time(), Clock(limit_s=600.0)
     space = Space(model)
-    queue = []
+    queue: list[tuple[float, int, Case, ChainRefinement | None]] = []
     for number, case in enumerate(space.cases()):
         tables = space.tables(case)
         bound = math.inf if tables is None else quick_bound(tables)
         if math.isfinite(bound):
-            queue.append((bound, number, case))
+            queue.append((bound, number, case, None))
+    heapq.heapify(queue)
     best, value, priced, lower = None, math.inf, math.inf, math.inf
-    for bound, _, case in sorted(queue):
-        if bound >= value:
-            break
-        tables = space.tables(case)
-        assert tables is not None
-        work = ChainRefinement(tables)
-        seen = None
-        while not (work.done or work.stuck):
-            work.step(upper=value * (1 - 1e-9), clock=clock)
-            if work.plan is not None and work.plan is not seen:
-                seen, price = work.plan, evaluate(tables, work.plan)
-                value = min(value, price.step_time_s) if price.feasible else value
-                plan = space.plan(case, work.plan)
-                result = model.evaluate(plan)
-                if result["fits"] and result["seconds_slowest_stage"] < priced:
-                    best, priced = plan, result["seconds_slowest_stage"]
-        lower = min(lower, work.lower) if work.stuck else lower
+    hints: dict[tuple[int, int], Multipliers] = {}
+    while queue and queue[0][0] < value:
+        _, number, case, work = heapq.heappop(queue)
+        if work is None:
+            tables = space.tables(case)
+            assert tables is not None
+            work = ChainRefinement(tables, hint=hints.get((case.stages, case.chunks)))
+        seen = work.plan
+        work.step(upper=value * (1 - 1e-9), clock=clock)
+        if work.plan is not None and work.plan is not seen:
+            price = evaluate(work.tables, work.plan)
+            value = min(value, price.step_time_s) if price.feasible else value
+            plan = space.plan(case, work.plan)
+            result = model.evaluate(plan)
+            if result["fits"] and result["seconds_slowest_stage"] < priced:
+                best, priced = plan, result["seconds_slowest_stage"]
+        hints.setdefault((case.stages, case.chunks), work.prices)
+        if work.stuck:
+            lower = min(lower, work.lower)
+        elif not work.done:
+            heapq.heappush(queue, (work.lower, number, case, work))
     assert best is not None
     gap = max(0.0, (value - min(lower, value)) / value)
     return Answer(plan=best, seconds=priced, cpu_s=time.process_time() - started, gap=gap)

@@ -339,7 +339,12 @@ def _one_memory_price(ascent: _Ascent, *, upper: float) -> None:
 
 
 def lagrangian_bound(
-    chain: Chain, *, upper: float, iterations: int, expired: Callable[[], bool] = lambda: False
+    chain: Chain,
+    *,
+    upper: float,
+    iterations: int,
+    expired: Callable[[], bool] = lambda: False,
+    start: Multipliers | None = None,
 ) -> Bound:
     """Raises the bound until it passes `upper`, stops moving, or the steps are used up.
 
@@ -350,9 +355,11 @@ def lagrangian_bound(
         upper: seconds; a bound at or above it ends the ascent.
         iterations: most subgradient steps.
         expired: asked between steps.
+        start: prices that were good for much the same candidate; they replace the first part.
     """
-    ascent = _Ascent(chain, first_multipliers(chain))
-    _one_memory_price(ascent, upper=upper)
+    ascent = _Ascent(chain, start or first_multipliers(chain))
+    if start is None:
+        _one_memory_price(ascent, upper=upper)
     prices, scale, since = ascent.prices, 1.0, 0
     for _ in range(iterations):
         before = ascent.lower

@@ -23,12 +23,16 @@ from uniap_jax.planner.intervals import Intervals, build_intervals, guide, wides
 from uniap_jax.planner.master import Network, Path, master_mip, network_of, path_of, search_paths, without_hopeless
 from uniap_jax.planner.mip_model import solve_mip
 
-FIRST_TARGET = 1e-3
+FIRST_TARGET = 2e-3
 """First target above the bound, relative; each further one is TARGET_GROWTH times as far."""
 
-TARGET_GROWTH = 6.0
+TARGET_GROWTH = 8.0
 PROBE_LABELS = 2_000
+NEAR = 1.1
+"""Plans within this factor of the bound are good enough to aim by; no other one is looked for first."""
+
 ASCENT_STEPS = 10
+HINTED_STEPS = 3
 MASTER_COLUMNS = 3_000
 """Columns above which the master is left to the path search alone."""
 
@@ -57,6 +61,7 @@ class ChainRefinement:
         plan: best assignment so far, or None.
         done: no plan below the last `upper` is left to be found.
         stuck: the labels outgrew their room; `lower` stays where it is.
+        hint: prices that were good for a candidate much like this one.
     """
 
     tables: CostTables
@@ -64,6 +69,7 @@ class ChainRefinement:
     plan: Assignment | None = None
     done: bool = False
     stuck: bool = False
+    hint: Multipliers | None = None
     _chain: Chain | None = None
     _prices: Multipliers | None = None
     _intervals: Intervals | None = None
@@ -90,7 +96,8 @@ class ChainRefinement:
             self.done = True
 
     def _ascend(self, chain: Chain, upper: float, expired: Callable[[], bool]) -> None:
-        bound = lagrangian_bound(chain, upper=upper, iterations=ASCENT_STEPS, expired=expired)
+        steps = ASCENT_STEPS if self.hint is None else HINTED_STEPS
+        bound = lagrangian_bound(chain, upper=upper, iterations=steps, expired=expired, start=self.hint)
         self._chain, self._prices = chain, bound.prices
         self.lower = max(self.lower, bound.lower)
         if bound.plan is None and not least_memory(self.tables).fits:
@@ -126,7 +133,8 @@ class ChainRefinement:
             self._distance *= TARGET_GROWTH
         elif self._probed:
             self.stuck = found.value >= ceiling * (1 - 1e-6)
-        if not (self.done or self.stuck or self._probed):
+        near = found.proved and ceiling <= self.lower * NEAR
+        if not (self.done or self.stuck or self._probed or near):
             self._probed = True
             self._grow(chain, intervals, min(upper, self._value), expired, PROBE_LABELS)
 

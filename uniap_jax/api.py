@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
@@ -118,8 +118,8 @@ class Options:
     donate: bool
     static_argnums: tuple[int, ...]
     axis_name: str | None
-    num_stages: int | str
-    num_microbatches: int | str
+    num_stages: int | Literal["auto"]
+    num_microbatches: int | Literal["auto"]
     schedule: str
     strategy: Strategy | None
     memory_limit: str | int
@@ -144,6 +144,7 @@ class Parallelized:
         self._planned: list[ParallelStep] = []
 
     def __call__(self, *args: Any) -> Any:
+        """One training step, planned first where the form of the call is new."""
         return self._for(args)(*args)
 
     def _for(self, args: tuple[Any, ...]) -> ParallelStep:
@@ -274,8 +275,8 @@ def parallelize(
     donate_argnums: int | Sequence[int] = (0,),
     static_argnums: int | Sequence[int] = (),
     axis_name: str | None = None,
-    num_stages: int | str = "auto",
-    num_microbatches: int | str = "auto",
+    num_stages: int | Literal["auto"] = "auto",
+    num_microbatches: int | Literal["auto"] = "auto",
     schedule: str = "auto",
     strategy: Strategy | str | None = None,
     memory_limit: str | int = "90%",

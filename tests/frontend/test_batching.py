@@ -9,8 +9,8 @@ import optax
 import pytest
 from flax import linen as nn
 
-from uniap_jax.core.reference import reference_gradients
 from uniap_jax.core.errors import TraceError
+from uniap_jax.core.reference import reference_gradients
 from uniap_jax.frontend import trace
 
 W = jnp.linspace(-1.0, 1.0, 12).reshape(4, 3)
@@ -46,7 +46,9 @@ SPLITTABLE = {
     "two means": (lambda w, b: cross_entropy(w, b).mean() + (logits(w, b) ** 2).mean(), "mean"),
     "merged dims": (lambda w, b: (logits(w, b).reshape(-1) ** 2).mean(), "mean"),
     "scan over features": (
-        lambda w, b: jax.lax.scan(lambda c, row: (c + jnp.outer(b["x"].sum(1), row**2), None), 0.0 * logits(w, b), w)[0].mean(),
+        lambda w, b: jax.lax.scan(lambda c, row: (c + jnp.outer(b["x"].sum(1), row**2), None), 0.0 * logits(w, b), w)[
+            0
+        ].mean(),
         "mean",
     ),
     "dot with itself": (lambda w, b: jnp.vdot(logits(w, b), logits(w, b)), "sum"),
@@ -64,7 +66,10 @@ MIXING = {
     "sorted": (lambda w, b: (jnp.sort(logits(w, b), axis=0) * jnp.arange(b["x"].shape[0])[:, None]).sum(), ""),
     "reversed": (lambda w, b: (logits(w, b) * logits(w, b)[::-1]).sum(), "along the batch"),
     "balance": (lambda w, b: (jax.nn.softmax(logits(w, b)).mean(0) * (logits(w, b) > 0).mean(0)).sum(), ""),
-    "scan over examples": (lambda w, b: jax.lax.scan(lambda c, x: (jnp.tanh(c + x @ w), None), w[0], b["x"])[0].sum(), ""),
+    "scan over examples": (
+        lambda w, b: jax.lax.scan(lambda c, x: (jnp.tanh(c + x @ w), None), w[0], b["x"])[0].sum(),
+        "",
+    ),
 }
 
 
@@ -100,7 +105,9 @@ def test_auxiliary_outputs():
         return rows.mean(), {"rows": rows, "correct": correct, "size": (w**2).sum()}
 
     graph = traced(loss, has_aux=True)
-    kinds = {graph.values[r].shape: k for r, k in zip(graph.results, graph.reductions, strict=True) if graph.values[r].shape}
+    kinds = {
+        graph.values[r].shape: k for r, k in zip(graph.results, graph.reductions, strict=True) if graph.values[r].shape
+    }
     assert kinds == {(8,): "concat"}
     assert sorted(graph.reductions) == ["concat", "mean", "same", "sum"]
 

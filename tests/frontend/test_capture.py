@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from jax import value_and_grad as bound_early
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,10 +10,11 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 from flax.training import train_state
+from jax import value_and_grad as bound_early
 
 import uniap_jax
-from uniap_jax.core.reference import reference_gradients
 from uniap_jax.core.errors import PlanMismatchError, TraceError
+from uniap_jax.core.reference import reference_gradients
 from uniap_jax.frontend import trace
 
 
@@ -95,7 +94,7 @@ def test_auxiliary_output_and_clip():
             out = state.apply_fn(p, b["x"])
             return ((out - b["y"]) ** 2).mean(), out
 
-        (value, out), grads = jax.value_and_grad(loss, has_aux=True)(state.params)
+        (value, _), grads = jax.value_and_grad(loss, has_aux=True)(state.params)
         return state.apply_gradients(grads=grads), {"loss": value}
 
     graph = trace(step, state, batch())
@@ -146,7 +145,9 @@ def test_nnx_objects_receive_their_new_values():
     expected = nnx.jit(nnx_step)(other, batch())
     np.testing.assert_allclose(loss, expected, rtol=1e-6)
     mine, theirs = nnx.state(state[0]), nnx.state(other[0])
-    keys = jax.tree.leaves(jax.tree.map(lambda a, b: bool((a == b).all()) if a.dtype == jnp.uint32 else True, mine, theirs))
+    keys = jax.tree.leaves(
+        jax.tree.map(lambda a, b: bool((a == b).all()) if a.dtype == jnp.uint32 else True, mine, theirs)
+    )
     assert all(keys), "random counts advance as in the user's step"
     np.testing.assert_allclose(state[0].first.kernel[...], other[0].first.kernel[...], rtol=1e-6)
 
@@ -266,3 +267,12 @@ def test_arrays_closed_over_become_operands():
     graph = trace(step, params(), batch())
     assert [o.shape for o in graph.operands if o.kind == "state"] == [(4, 3)]
     assert_trees_equal(run_captured(graph, params(), batch()), step(params(), batch()))
+
+
+def test_a_learning_rate_beside_the_loss_is_not_replaced_by_it():
+    def step(p, b, rate):
+        loss, g = jax.value_and_grad(loss_of)(p, b)
+        return jax.tree.map(lambda a, d: a - rate * d, p, g), loss
+
+    graph = trace(step, params(), batch(), 0.1)
+    assert graph.step.output_leaf == (0, 1, None)

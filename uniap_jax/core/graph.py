@@ -160,7 +160,8 @@ class LayerGraph:
     @property
     def edges(self) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
         """(writer, reader, values) of every pair of layers that share values, in order."""
-        producer, found = self.producer, {}
+        producer = self.producer
+        found: dict[tuple[int, int], list[int]] = {}
         for layer in self.layers:
             for v in layer.reads:
                 found.setdefault((producer[v], layer.index), []).append(v)

@@ -37,3 +37,9 @@ def build_jaxpr(invars: Sequence[Var], outvars: Sequence[Any], eqns: Sequence[Ja
         debug_info=template.debug_info.with_unknown_names(),
     )
     return ClosedJaxpr(jaxpr, ())
+
+
+def shape_of(atom: Any) -> jax.ShapeDtypeStruct:
+    """Shape, dtype and weak type of a variable or literal."""
+    aval: Any = atom.aval
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)

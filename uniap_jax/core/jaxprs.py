@@ -21,6 +21,7 @@ from uniap_jax.core.jax_compat import (
     Var,
     build_jaxpr,
     fresh_like,
+    shape_of,
 )
 
 INLINED = frozenset({"jit", "pjit", "closed_call", "core_call"})
@@ -113,15 +114,14 @@ def close(invars: Sequence[Var], outvars: Sequence[Any], eqns: Sequence[JaxprEqn
 
 def _dot_flops(eqn: JaxprEqn) -> float:
     ((lhs_contract, _), _) = eqn.params["dimension_numbers"]
-    contracted = math.prod(eqn.invars[0].aval.shape[d] for d in lhs_contract)
-    return 2.0 * contracted * math.prod(eqn.outvars[0].aval.shape)
+    lhs = shape_of(eqn.invars[0]).shape
+    return 2.0 * math.prod(lhs[d] for d in lhs_contract) * math.prod(shape_of(eqn.outvars[0]).shape)
 
 
 def _conv_flops(eqn: JaxprEqn) -> float:
-    rhs = eqn.invars[1].aval.shape
-    spec = eqn.params["dimension_numbers"].rhs_spec
-    per_output = math.prod(rhs[d] for d in spec[1:])
-    return 2.0 * per_output * math.prod(eqn.outvars[0].aval.shape)
+    rhs = shape_of(eqn.invars[1]).shape
+    per_output = math.prod(rhs[d] for d in eqn.params["dimension_numbers"].rhs_spec[1:])
+    return 2.0 * per_output * math.prod(shape_of(eqn.outvars[0]).shape)
 
 
 def eqn_flops(eqn: JaxprEqn) -> float:

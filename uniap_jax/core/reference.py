@@ -67,6 +67,4 @@ def with_gradients(graph: LayerGraph) -> LayerGraph:
         flatten=lambda state, batch: (list(state), list(batch)),
         unflatten=lambda outputs, *_: list(outputs),
     )
-    return replace(
-        graph, step=with_grads, microbatch=lambda count: replace(graph.microbatch(count), step=with_grads)
-    )
+    return replace(graph, step=with_grads, microbatch=lambda count: replace(graph.microbatch(count), step=with_grads))

@@ -105,7 +105,9 @@ def batch_spec(value: Value, axes: Axes) -> PartitionSpec:
     return PartitionSpec(*([None] * value.batch_dim), axes.batch)
 
 
-def _with_fsdp(value: Value, spec: tuple[tuple[str, ...], ...], fsdp: tuple[str, ...], ways: int, sizes: dict[str, int]) -> PartitionSpec:
+def _with_fsdp(
+    value: Value, spec: tuple[tuple[str, ...], ...], fsdp: tuple[str, ...], ways: int, sizes: dict[str, int]
+) -> PartitionSpec:
     """Adds the fsdp axes to the largest dimension that still divides; unchanged where none does."""
     best, best_size = None, 0
     for dim, names in enumerate(spec):
@@ -130,8 +132,8 @@ def layer_sharding(graph: LayerGraph, layer: Layer, strategy: Strategy) -> Layer
             size = value.shape[value.batch_dim]
             raise StrategyError(
                 f"batch dimension {value.batch_dim} of {value.name or layer.name} has size {size} "
-                f"({graph.num_microbatches} micro-batches of global batch {graph.batch_size}), which does not divide by "
-                f"data×fsdp={strategy.batch_ways} of strategy {strategy}; use a divisor of {size}",
+                f"({graph.num_microbatches} micro-batches of global batch {graph.batch_size}), which does not "
+                f"divide by data×fsdp={strategy.batch_ways} of strategy {strategy}; use a divisor of {size}",
                 strategy=str(strategy),
                 dimension=value.batch_dim,
                 size=size,

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from uniap_jax.core.errors import TraceError
 from uniap_jax.core.graph import LayerGraph, Operand, Step, Value
-from uniap_jax.core.jax_compat import Literal, Var
+from uniap_jax.core.jax_compat import Literal, Var, shape_of
 from uniap_jax.frontend.arguments import Arguments
 from uniap_jax.frontend.batching import CONST, FACTOR, Kind, classify, grown_dims
 from uniap_jax.frontend.capture import capture
@@ -77,7 +77,12 @@ class _Tracer:
     """One traced call; re-traces it at other batch sizes with the same cuts."""
 
     def __init__(
-        self, step: Callable[..., Any], args: Sequence[Any], arguments: Arguments, batch: Sequence[int], static: Sequence[int]
+        self,
+        step: Callable[..., Any],
+        args: Sequence[Any],
+        arguments: Arguments,
+        batch: Sequence[int],
+        static: Sequence[int],
     ) -> None:
         self.step, self.args, self.arguments = step, args, arguments
         self.batch_argnums, self.static_argnums = batch, static
@@ -108,7 +113,9 @@ class _Tracer:
         except (TypeError, ValueError) as error:
             # the step is written for one batch size only: it can be planned, but its batch cannot be followed
             reason = f"the step does not trace at another batch size ({str(error).splitlines()[0]})"
-            return _Batching(kinds={v: Kind("rows") for v in loss.batch}, dims=dict.fromkeys(loss.batch, 0), reason=reason)
+            return _Batching(
+                kinds={v: Kind("rows") for v in loss.batch}, dims=dict.fromkeys(loss.batch, 0), reason=reason
+            )
         dims: dict[Var, int | None] = dict.fromkeys(loss.batch, 0)
         for a, b in zip(loss.eqns, large.eqns, strict=True):
             for x, y in zip(a.outvars, b.outvars, strict=True):
@@ -142,7 +149,9 @@ class _Tracer:
             REDUCTIONS.get(self._kind(a, self.batching.kinds).name, "same") for a in self.whole.loss.results
         )
         step = self._step()
-        text = [layer.signature for layer in cut.layers] + [repr((v.shape, str(v.dtype))) for v in (*step.state, *step.batch)]
+        text = [layer.signature for layer in cut.layers] + [
+            repr((v.shape, str(v.dtype))) for v in (*step.state, *step.batch)
+        ]
         graph = LayerGraph(
             layers=cut.layers,
             params=self._params(),
@@ -156,7 +165,9 @@ class _Tracer:
             microbatch=self.microbatch,
             split_reason=self.batching.reason,
             fingerprint=hashlib.sha256("\n".join(text).encode()).hexdigest()[:32],
-            notes=(f"The batch is not split into micro-batches: {self.batching.reason}.",) if self.batching.reason else (),
+            notes=(f"The batch is not split into micro-batches: {self.batching.reason}.",)
+            if self.batching.reason
+            else (),
         )
         self._cache[1] = graph
         return graph
@@ -168,17 +179,21 @@ class _Tracer:
     def _params(self) -> tuple[Value, ...]:
         names = self.arguments.state_names
         return tuple(
-            Value(shape=tuple(v.aval.shape), dtype=v.aval.dtype, name=f"parameter {i}" if leaf is None else names[leaf])
+            Value(
+                shape=shape_of(v).shape, dtype=shape_of(v).dtype, name=f"parameter {i}" if leaf is None else names[leaf]
+            )
             for i, (v, leaf) in enumerate(zip(self.whole.loss.params, self.whole.param_leaf, strict=True))
         )
 
     def _operands(self, loss: LossTape, pieces: int) -> tuple[Operand, ...]:
         state = [
-            Operand(shape=tuple(v.aval.shape), dtype=v.aval.dtype, kind="state", leaf=i, name=f"operand {i}")
+            Operand(shape=shape_of(v).shape, dtype=shape_of(v).dtype, kind="state", leaf=i, name=f"operand {i}")
             for i, v in enumerate(loss.state)
         ]
         batch = [
-            Operand(shape=(s.shape[0] // pieces, *s.shape[1:]), dtype=s.dtype, batch_dim=0, kind="batch", leaf=i, name=n)
+            Operand(
+                shape=(s.shape[0] // pieces, *s.shape[1:]), dtype=s.dtype, batch_dim=0, kind="batch", leaf=i, name=n
+            )
             for i, (s, n) in enumerate(zip(self.arguments.batch, self.arguments.batch_names, strict=True))
         ]
         return (*state, *batch, Operand(shape=(), dtype=jnp.dtype("int32"), kind="index", name="micro-batch"))
@@ -188,9 +203,12 @@ class _Tracer:
         return Step(
             before=self.whole.before,
             update=self.whole.update,
-            state=tuple(Value(shape=s.shape, dtype=s.dtype, name=n) for s, n in zip(a.state, a.state_names, strict=True)),
+            state=tuple(
+                Value(shape=s.shape, dtype=s.dtype, name=n) for s, n in zip(a.state, a.state_names, strict=True)
+            ),
             batch=tuple(
-                Value(shape=s.shape, dtype=s.dtype, batch_dim=0, name=n) for s, n in zip(a.batch, a.batch_names, strict=True)
+                Value(shape=s.shape, dtype=s.dtype, batch_dim=0, name=n)
+                for s, n in zip(a.batch, a.batch_names, strict=True)
             ),
             outputs=tuple(
                 Value(shape=tuple(s.shape), dtype=s.dtype, name=n) for s, n in zip(outs, a.out_names, strict=True)
@@ -242,11 +260,11 @@ class _Tracer:
         cut = build_layers(replace(loss, eqns=tuple(eqns)), order, starts, self.index)
         return replace(
             whole,
-            layers=tuple(replace(a, name=b.name, source=b.source) for a, b in zip(cut.layers, whole.layers, strict=True)),
-            operands=self._operands(loss, count),
-            values=tuple(
-                replace(v, shape=tuple(a.aval.shape)) for v, a in zip(whole.values, cut.values, strict=True)
+            layers=tuple(
+                replace(a, name=b.name, source=b.source) for a, b in zip(cut.layers, whole.layers, strict=True)
             ),
+            operands=self._operands(loss, count),
+            values=tuple(replace(v, shape=tuple(a.aval.shape)) for v, a in zip(whole.values, cut.values, strict=True)),
             num_microbatches=count,
         )
 

@@ -6,6 +6,7 @@ written into the user's own objects, as `nnx.jit` does. flax is not imported her
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -38,8 +39,11 @@ def abstract(leaf: Any, name: str) -> jax.ShapeDtypeStruct:
         dtype = jax.dtypes.canonicalize_dtype(np.result_type(type(leaf)))
         return jax.ShapeDtypeStruct((), dtype, weak_type=not isinstance(leaf, bool))
     try:
-        return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True),
-                                    weak_type=bool(getattr(leaf, "weak_type", False)))
+        return jax.ShapeDtypeStruct(
+            leaf.shape,
+            jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True),
+            weak_type=bool(getattr(leaf, "weak_type", False)),
+        )
     except (AttributeError, TypeError):
         raise TraceError(
             f"argument leaf {name} is a {type(leaf).__name__}, which is neither an array nor a number; close over it, "
@@ -57,7 +61,9 @@ class Arguments:
         static_argnums: positions of arguments that are passed to the step as they are.
     """
 
-    def __init__(self, args: Sequence[Any], *, batch_argnums: Sequence[int], static_argnums: Sequence[int] = ()) -> None:
+    def __init__(
+        self, args: Sequence[Any], *, batch_argnums: Sequence[int], static_argnums: Sequence[int] = ()
+    ) -> None:
         count = len(args)
         for kind, argnums in (("batch_argnums", batch_argnums), ("static_argnums", static_argnums)):
             wrong = [a for a in argnums if not -count <= a < count]
@@ -79,6 +85,7 @@ class Arguments:
         self.state = tuple(abstract(x, n) for (_, x), n in zip(state_paths, self.state_names, strict=True))
         self.batch = tuple(abstract(x, n) for (_, x), n in zip(batch_paths, self.batch_names, strict=True))
         self.batch_size = self._batch_size()
+        self.num_state_args = len(self._state_args(args))
         self.out_tree: Any = None
 
     def _state_args(self, args: Sequence[Any]) -> tuple[Any, ...]:
@@ -126,7 +133,9 @@ class Arguments:
         self._check(batch, batch_tree, self._batch_args(args), self.batch_tree, self.batch, self.batch_names)
         return leaves, batch
 
-    def _check(self, leaves: list[Any], tree: Any, value: Any, expected: Any, shapes: Any, names: tuple[str, ...]) -> None:
+    def _check(
+        self, leaves: list[Any], tree: Any, value: Any, expected: Any, shapes: Any, names: tuple[str, ...]
+    ) -> None:
         if tree != expected:
             got = {jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_flatten_with_path(value)[0]}
             changed = sorted(got.symmetric_difference(names))
@@ -188,17 +197,23 @@ class Arguments:
 
     def output_leaf(self, shapes: Sequence[Any]) -> tuple[int | None, ...]:
         """For each output, the state leaf it replaces: same path inside an argument, same shape and dtype."""
-        position = {}
+        position: dict[str, int] = {}
         for i, name in enumerate(self.state_names):
             position.setdefault(name, i)
         found: list[int | None] = []
         for name, shape in zip(self.out_names, shapes, strict=True):
             index = self._same_path(name, position)
-            ok = index is not None and index not in found
-            if ok and (self.state[index].shape, self.state[index].dtype) != (shape.shape, shape.dtype):
-                ok = False
-            found.append(index if ok else None)
+            if index is not None and (index in found or not self._replaces(index, shape)):
+                index = None
+            found.append(index)
         return tuple(found)
+
+    def _replaces(self, index: int, shape: Any) -> bool:
+        """Same shape and type; a lone float among several arguments (a learning rate) is not the loss beside them."""
+        leaf = self.state[index]
+        whole = re.fullmatch(r"\[\d+\]", self.state_names[index]) is not None and self.num_state_args > 1
+        number = whole and leaf.shape == () and jax.numpy.issubdtype(leaf.dtype, jax.numpy.floating)
+        return (leaf.shape, leaf.dtype) == (shape.shape, shape.dtype) and not number
 
     def _same_path(self, name: str, position: dict[str, int]) -> int | None:
         """An output `[0].params['w']` replaces argument leaf `[0].params['w']`; a bare state result has no `[0]`."""

@@ -75,8 +75,8 @@ def _check_size(axis: str) -> None:
     size = jax.lax.axis_size(axis)
     if size != 1:
         raise TraceError(
-            f"the loss reduces over axis {axis!r} of size {size}; a planned step sees the whole batch at once. Bind the "
-            f"axis with size 1 (parallelize(step, axis_name={axis!r})) and pass the whole batch",
+            f"the loss reduces over axis {axis!r} of size {size}; a planned step sees the whole batch at once. Bind "
+            f"the axis with size 1 (parallelize(step, axis_name={axis!r})) and pass the whole batch",
             axis=axis,
             size=size,
         )

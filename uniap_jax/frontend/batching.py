@@ -42,23 +42,80 @@ class Kind:
 CONST, COUNT, SUM, MEAN = Kind("const"), Kind("count"), Kind("sum"), Kind("mean")
 LINEAR = ("sum", "mean")
 
-ELEMENTWISE_LINEAR = frozenset({"neg", "convert_element_type", "copy", "reduce_precision", "real", "imag", "stop_gradient"})
+ELEMENTWISE_LINEAR = frozenset(
+    {"neg", "convert_element_type", "copy", "reduce_precision", "real", "imag", "stop_gradient"}
+)
 SHAPE_ONLY = frozenset({"broadcast_in_dim", "reshape", "squeeze", "transpose", "expand_dims", "sharding_constraint"})
 ROW_SAFE = frozenset(
-    {"slice", "pad", "concatenate", "dynamic_slice", "dynamic_update_slice", "iota", "random_bits", "rev", "split",
-     "gather", "select_n", "clamp", "conv_general_dilated", "reduce_precision", "optimization_barrier",
-     "stack", "unstack", "random_wrap", "random_unwrap", "random_fold_in", "random_seed", "random_split", "name"}
+    {
+        "slice",
+        "pad",
+        "concatenate",
+        "dynamic_slice",
+        "dynamic_update_slice",
+        "iota",
+        "random_bits",
+        "rev",
+        "split",
+        "gather",
+        "select_n",
+        "clamp",
+        "conv_general_dilated",
+        "reduce_precision",
+        "optimization_barrier",
+        "stack",
+        "unstack",
+        "random_wrap",
+        "random_unwrap",
+        "random_fold_in",
+        "random_seed",
+        "random_split",
+        "name",
+    }
 )
 ALONG = {  # primitives that mix only along one dimension, and the parameter that names it
-    "cumsum": "axis", "cumprod": "axis", "cummax": "axis", "cummin": "axis", "cumlogsumexp": "axis",
-    "sort": "dimension", "argmax": "axes", "argmin": "axes", "reduce_max": "axes", "reduce_min": "axes",
-    "reduce_and": "axes", "reduce_or": "axes", "reduce_prod": "axes", "reduce_xor": "axes",
+    "cumsum": "axis",
+    "cumprod": "axis",
+    "cummax": "axis",
+    "cummin": "axis",
+    "cumlogsumexp": "axis",
+    "sort": "dimension",
+    "argmax": "axes",
+    "argmin": "axes",
+    "reduce_max": "axes",
+    "reduce_min": "axes",
+    "reduce_and": "axes",
+    "reduce_or": "axes",
+    "reduce_prod": "axes",
+    "reduce_xor": "axes",
 }
 BODIES = frozenset({"remat2", "checkpoint", "remat", "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
 NOT_ELEMENTWISE = frozenset(
-    {"scatter", "scatter-add", "scatter_add", "scatter-mul", "scatter-min", "scatter-max", "top_k", "while", "cond",
-     "all_to_all", "all_gather", "fft", "cholesky", "triangular_solve", "lu", "qr", "eigh", "svd",
-     "reduce_window_sum", "reduce_window_max", "select_and_scatter_add", "approx_top_k", "rng_bit_generator"}
+    {
+        "scatter",
+        "scatter-add",
+        "scatter_add",
+        "scatter-mul",
+        "scatter-min",
+        "scatter-max",
+        "top_k",
+        "while",
+        "cond",
+        "all_to_all",
+        "all_gather",
+        "fft",
+        "cholesky",
+        "triangular_solve",
+        "lu",
+        "qr",
+        "eigh",
+        "svd",
+        "reduce_window_sum",
+        "reduce_window_max",
+        "select_and_scatter_add",
+        "approx_top_k",
+        "rng_bit_generator",
+    }
 )
 
 
@@ -188,10 +245,12 @@ def _of_rows(eqn: Any, operands: list[Kind], grown: tuple[int, ...]) -> Kind:
             return Kind("rows", grown[0], position=True)
         return _mixed(eqn, "examples are scaled by the batch size in an unusual way")
     scaled = any(k.name == "scaled_rows" for k in rows)
-    if scaled and (name not in ELEMENTWISE_LINEAR | SHAPE_ONLY | {"reduce_sum", "mul", "add", "sub", "div"}
-                   or (name in ("add", "sub") and any(k.name != "scaled_rows" for k in operands))
-                   or (name == "mul" and sum(k.name == "scaled_rows" for k in operands) > 1)
-                   or (name == "div" and operands[1].name == "scaled_rows")):
+    if scaled and (
+        name not in ELEMENTWISE_LINEAR | SHAPE_ONLY | {"reduce_sum", "mul", "add", "sub", "div"}
+        or (name in ("add", "sub") and any(k.name != "scaled_rows" for k in operands))
+        or (name == "mul" and sum(k.name == "scaled_rows" for k in operands) > 1)
+        or (name == "div" and operands[1].name == "scaled_rows")
+    ):
         return _mixed(eqn, "examples divided by the batch size go through a function that is not linear")
     check = _RULES.get(name)
     if check is not None:
@@ -202,8 +261,9 @@ def _of_rows(eqn: Any, operands: list[Kind], grown: tuple[int, ...]) -> Kind:
         if any(k.dim in axes for k in rows):
             return _mixed(eqn, "an operation along the batch")
     elif name in NOT_ELEMENTWISE or not (name in SHAPE_ONLY or name in ROW_SAFE or _elementwise(eqn)):
-        return _mixed(eqn, "an operation whose effect on the batch is unknown "
-                      f"{[v.aval.str_short() for v in eqn.invars]}")
+        return _mixed(
+            eqn, f"an operation whose effect on the batch is unknown {[v.aval.str_short() for v in eqn.invars]}"
+        )
     return _rows(eqn, rows, grown, scaled)
 
 
@@ -211,7 +271,8 @@ def _elementwise(eqn: Any) -> bool:
     """Same rank, dimensions equal or 1; scalars too."""
     shape = eqn.outvars[0].aval.shape
     return all(
-        v.aval.shape == () or (len(v.aval.shape) == len(shape) and all(a in (b, 1) for a, b in zip(v.aval.shape, shape)))
+        v.aval.shape == ()
+        or (len(v.aval.shape) == len(shape) and all(a in (b, 1) for a, b in zip(v.aval.shape, shape, strict=True)))
         for v in eqn.invars
     )
 
@@ -221,8 +282,15 @@ def _rows(eqn: Any, rows: list[Kind], grown: tuple[int, ...], scaled: bool = Fal
         return _mixed(eqn, "the batch dimension is lost without a reduction")
     if _elementwise(eqn) and any(k.dim != grown[0] for k in rows):
         return _mixed(eqn, "examples meet examples in another dimension")
-    moved = eqn.primitive.name in SHAPE_ONLY or eqn.primitive.name in ("concatenate", "convert_element_type", "select_n",
-                                                                      "add", "lt", "rem", "slice")
+    moved = eqn.primitive.name in SHAPE_ONLY or eqn.primitive.name in (
+        "concatenate",
+        "convert_element_type",
+        "select_n",
+        "add",
+        "lt",
+        "rem",
+        "slice",
+    )
     return Kind("scaled_rows" if scaled else "rows", grown[0], position=moved and any(k.position for k in rows))
 
 
@@ -338,7 +406,9 @@ def _scan(a: Any, b: Any, operands: list[Kind]) -> list[Kind]:
         shift = scanned and kind.name in ("rows", "scaled_rows")
         moved.append(Kind(kind.name, kind.dim - 1) if shift else kind)
     carries = sum(len(v.aval.shape) == len(w.aval.shape) for v, w in zip(a.outvars, inner.outvars, strict=True))
-    scanned_inputs = sum(len(v.aval.shape) == len(w.aval.shape) + 1 for v, w in zip(a.invars, inner.invars, strict=True))
+    scanned_inputs = sum(
+        len(v.aval.shape) == len(w.aval.shape) + 1 for v, w in zip(a.invars, inner.invars, strict=True)
+    )
     first = len(moved) - scanned_inputs - carries
     outs: list[Kind] = []
     for _ in range(3):  # a carry settles after at most two rounds: const -> rows -> rows
@@ -353,7 +423,9 @@ def _scan(a: Any, b: Any, operands: list[Kind]) -> list[Kind]:
             break
     else:
         return [_mixed(a, "a scan whose carry changes its dependence on the batch")] * len(a.outvars)
-    stacked = [k if i < carries else (Kind(k.name, k.dim + 1) if k.name in ("rows", "scaled_rows") else k)
-               for i, k in enumerate(outs)]
+    stacked = [
+        k if i < carries else (Kind(k.name, k.dim + 1) if k.name in ("rows", "scaled_rows") else k)
+        for i, k in enumerate(outs)
+    ]
     bad = next((k for k in stacked if k.name in LINEAR or k.name == "mixed"), None)
     return [_mixed(a, "a scan that reduces over the batch")] * len(a.outvars) if bad and bad.name in LINEAR else stacked

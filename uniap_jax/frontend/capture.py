@@ -27,10 +27,12 @@ loss_and_grad_p = Primitive("uniap_loss_and_grad")
 loss_and_grad_p.multiple_results = True
 
 
-@loss_and_grad_p.def_abstract_eval
 def _abstract(*args: Any, jaxpr: Any, num_params: int) -> list[Any]:
     """`*params, *operands -> loss, *aux, *grads`."""
     return [v.aval for v in (*open_jaxpr(jaxpr).outvars, *open_jaxpr(jaxpr).invars[:num_params])]
+
+
+loss_and_grad_p.def_abstract_eval(_abstract)
 
 
 def _compute(*args: Any, jaxpr: Any, num_params: int) -> list[Any]:
@@ -86,7 +88,7 @@ def _recording(real: Callable[..., Any], with_value: bool) -> Callable[..., Any]
 
 def _record(fun: Callable[..., Any], argnums: int | Sequence[int], has_aux: bool, args: Any, kwargs: Any) -> Any:
     single = isinstance(argnums, int)
-    numbers = [n % len(args) for n in ([argnums] if single else argnums)]  # type: ignore[union-attr, list-item]
+    numbers = [n % len(args) for n in ((argnums,) if isinstance(argnums, int) else argnums)]
     leaves, tree = jax.tree.flatten([args[n] for n in numbers])
     trees: list[Any] = []
 
@@ -155,8 +157,9 @@ class Captured:
 
 def unwrap(step: Callable[..., Any]) -> Callable[..., Any]:
     """The function under `jax.jit` or `nnx.jit`: a jit traced before the capture would be served from its cache."""
-    while type(step).__module__.split(".")[0] in ("jax", "jaxlib", "flax") and getattr(step, "__wrapped__", None):
-        step = step.__wrapped__
+    inner = getattr(step, "__wrapped__", None)
+    if inner is not None and type(step).__module__.split(".")[0] in ("jax", "jaxlib", "flax"):
+        return unwrap(inner)
     return step
 
 
@@ -203,8 +206,8 @@ def _explain(tape: Tape, found: list[int]) -> TraceError:
     nested = _nested(tape.eqns)
     if nested:
         return TraceError(
-            f"the gradient is taken inside `{nested}`, where it cannot be planned; take it once at the top of the step. "
-            "For gradient accumulation leave the loop out and let num_microbatches do it",
+            f"the gradient is taken inside `{nested}`, where it cannot be planned; take it once at the top of the "
+            "step. For gradient accumulation leave the loop out and let num_microbatches do it",
             gradients=1,
             inside=nested,
         )

@@ -7,15 +7,17 @@ neither do scalars (auxiliary losses carried along) nor results on their way out
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import jax
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from uniap_jax.core.jax_compat import Var
+from uniap_jax.core.jax_compat import Var, shape_of
 from uniap_jax.core.jaxprs import eqn_flops, eqn_text, variables
 from uniap_jax.frontend.labels import module_path
 from uniap_jax.frontend.split import LossTape
@@ -61,7 +63,8 @@ def dependent(loss: LossTape) -> set[Var]:
 
 
 def _bytes(var: Var) -> int:
-    return int(np.prod(var.aval.shape, dtype=np.int64)) * int(getattr(var.aval.dtype, "itemsize", 4))
+    shape = shape_of(var)
+    return int(math.prod(shape.shape)) * int(getattr(shape.dtype, "itemsize", 4))
 
 
 def weigh(loss: LossTape) -> Work:
@@ -177,7 +180,7 @@ def _level(work: Work, low: int, high: int) -> int:
     for width in range(1, MAX_WIDTH):
         places = low + 1 + np.flatnonzero(work.width[low + 1 : high] <= width)
         edges = [low, *places, high]
-        sums = [work.weight[a:b].sum() for a, b in zip(edges, edges[1:], strict=False)]
+        sums = [work.weight[a:b].sum() for a, b in pairwise(edges)]
         if max(sums) <= MAX_REGION * total:
             return width
     return MAX_WIDTH
@@ -252,8 +255,10 @@ def _join_small(work: Work, pieces: list[_Piece], end: int) -> list[_Piece]:
     total, pieces = work.weight.sum(), list(pieces)
     while len(pieces) > 1:
         starts = [p.start for p in pieces] + [end]
-        shares = [work.weight[a:b].sum() / total for a, b in zip(starts, starts[1:], strict=False)]
-        for i in sorted((i for i, p in enumerate(pieces) if not p.equal and shares[i] < MIN_SHARE), key=lambda i: shares[i]):
+        shares = [work.weight[a:b].sum() / total for a, b in pairwise(starts)]
+        for i in sorted(
+            (i for i, p in enumerate(pieces) if not p.equal and shares[i] < MIN_SHARE), key=lambda i: shares[i]
+        ):
             borders = [j for j in (i, i + 1) if 0 < j < len(pieces)]
             free = [j for j in borders if not pieces[j - 1 if j == i else j].equal]
             if not free and shares[i] < NOTHING:

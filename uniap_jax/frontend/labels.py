@@ -35,7 +35,8 @@ def module_path(eqn: Any) -> tuple[str, ...]:
 def layer_name(eqns: Sequence[Any], index: int) -> str:
     """The deepest module path that holds most of the work, else the source line, else the index."""
     paths = [(module_path(e), eqn_flops(e) + 1.0) for e in eqns]
-    total, name = sum(w for _, w in paths), []
+    name: list[str] = []
+    total = sum(w for _, w in paths)
     while paths:
         votes: Counter[str] = Counter()
         for path, weight in paths:

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from uniap_jax.core.jax_compat import Var, fresh_like
+from uniap_jax.core.jax_compat import Var, fresh_like, shape_of
 from uniap_jax.core.jaxprs import close, flatten, inline_into, inner_jaxprs
 
 CHECKPOINTS = ("remat2", "checkpoint", "remat")
@@ -68,7 +68,7 @@ def _cut_bits(small: Any, large: Any, index: Var, out: list[Any]) -> None:
         (bits,) = jax.core.eval_jaxpr(draw.jaxpr, (), key)
         return jax.lax.dynamic_slice_in_dim(bits, i * shape[dims[0]], shape[dims[0]], axis=dims[0])
 
-    shapes = jax.ShapeDtypeStruct(key.aval.shape, key.aval.dtype), jax.ShapeDtypeStruct((), jnp.int32)
+    shapes = shape_of(key), jax.ShapeDtypeStruct((), jnp.int32)
     outs = inline_into(jax.make_jaxpr(rows)(*shapes), [small.invars[0], index], out, {}, small.source_info)
     last = out.pop()
     assert last.outvars == outs, "the slice is the last equation"

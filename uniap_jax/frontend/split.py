@@ -9,8 +9,8 @@ from typing import Any
 import jax
 
 from uniap_jax.core.errors import TraceError
-from uniap_jax.core.jax_compat import ClosedJaxpr, Literal, Var, fresh_like
-from uniap_jax.core.jaxprs import Tape, close, inline_into, live_eqns, variables
+from uniap_jax.core.jax_compat import ClosedJaxpr, Literal, Var, fresh_like, shape_of
+from uniap_jax.core.jaxprs import close, inline_into, live_eqns, variables
 from uniap_jax.frontend.capture import Captured
 
 
@@ -43,13 +43,15 @@ class SplitStep:
     param_leaf: tuple[int | None, ...]
 
 
-def bind_consts(invars: Sequence[Var], outvars: Sequence[Any], eqns: Sequence[Any], consts: dict[Var, Any]) -> ClosedJaxpr:
+def bind_consts(
+    invars: Sequence[Var], outvars: Sequence[Any], eqns: Sequence[Any], consts: dict[Var, Any]
+) -> ClosedJaxpr:
     """A closed jaxpr of `invars` alone: the arrays the trace closed over become its constants."""
     read = {v for e in eqns for v in variables(e.invars)} | set(variables(outvars))
     needed = [v for v in consts if v in read]
     inner = close([*needed, *invars], outvars, eqns)
     values = [consts[v] for v in needed]
-    shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type) for v in invars]
+    shapes = [shape_of(v) for v in invars]
     return jax.make_jaxpr(lambda *args: jax.core.eval_jaxpr(inner.jaxpr, (), *values, *args))(*shapes)
 
 

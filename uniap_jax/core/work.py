@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 from numpy.typing import NDArray
 
 from uniap_jax.core import dims
@@ -132,7 +132,8 @@ def split_layer(layer: Layer, tensor: int, mesh: Mesh | None = None, axes: tuple
     """
     if tensor == 1:
         return layer
-    return replace(layer, jaxpr=tensor_rewrite(layer, tensor, mesh or AbstractMesh((tensor,), ("x0",)), axes))
+    pinned_on = mesh or AbstractMesh((tensor,), ("x0",), axis_types=(AxisType.Auto,))
+    return replace(layer, jaxpr=tensor_rewrite(layer, tensor, pinned_on, axes))
 
 
 def is_float(aval: Any) -> bool:

@@ -8,7 +8,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from uniap_jax.core.costs import MEMORY_TOLERANCE, CostTables, FloatArray
+from uniap_jax.core.costs import MEMORY_TOLERANCE, BoolArray, CostTables, FloatArray
 
 IntArray = NDArray[np.int64]
 
@@ -122,7 +122,7 @@ def chain_of(tables: CostTables) -> Chain:
     if tables.candidate.num_stages == 1:
         time, reshard, count = count * time + iteration, reshard * count, 1
         iteration = np.broadcast_to(0.0, time.shape)
-    return Chain(
+    chain = Chain(
         time=np.where(legal, time, np.inf),
         iteration=iteration,
         memory=memory,
@@ -131,6 +131,32 @@ def chain_of(tables: CostTables) -> Chain:
         cross=cross,
         num_microbatches=count,
     )
+    _drop_dominated(chain)
+    return chain
+
+
+def _drop_dominated(chain: Chain) -> None:
+    """Makes strategies impossible that another one with the same edges beats or equals in time, once-time and memory."""
+    _, first, inverse = np.unique(chain.kinds, return_index=True, return_inverse=True)
+    arrival = _classes([chain.reshard, chain.cross], axis=2, num_layers=chain.shape[0], offset=1)
+    earlier = np.tri(chain.shape[2], k=-1, dtype=np.bool_)
+    dominated = np.zeros((len(first), chain.shape[2]), dtype=np.bool_)
+    for number, u in enumerate(first.tolist()):
+        out, into = chain.out_class[u], arrival[u]
+        better = (out[:, None] == out[None, :]) & (into[:, None] == into[None, :])
+        strict = np.zeros_like(better)
+        for table in (chain.time[u], chain.iteration[u], chain.memory[u]):
+            no_worse = _no_worse(table)
+            better &= no_worse
+            strict |= ~no_worse.T
+        dominated[number] = (better & (strict | earlier)).any(axis=1)
+    np.putmask(chain.time, np.broadcast_to(dominated[inverse][:, None, :], chain.shape), np.inf)
+
+
+def _no_worse(table: FloatArray) -> BoolArray:
+    """[k, other] whether the other strategy costs no more on any stage; table is [stages, strategies]."""
+    no_worse: BoolArray = (table[:, None, :] <= table[:, :, None]).all(axis=0)
+    return no_worse
 
 
 def has_spine(tables: CostTables) -> bool:

@@ -22,7 +22,7 @@ from uniap_jax.planner.intervals import Guide, Test
 LOOK_BACK = 48
 """Labels of the same group that each label is compared with when there are three sums."""
 
-MAX_LABELS = 150_000
+MAX_LABELS = 60_000
 """Labels of one length beyond which the worst are dropped and the answer no longer proves anything."""
 
 
@@ -321,6 +321,7 @@ def grow_columns(
     *,
     expired: Callable[[], bool] = lambda: False,
     max_labels: int = MAX_LABELS,
+    give_up: bool = False,
 ) -> Columns:
     """All columns that a plan below the guide's limit may use.
 
@@ -329,6 +330,7 @@ def grow_columns(
         guide: intervals, places and tests.
         expired: asked after every length; True stops the growth and the result says that it is incomplete.
         max_labels: of one length; beyond it the ones with the least bound are kept.
+        give_up: stop there instead; what was found so far comes back, incomplete.
     """
     growth = _Growth(chain=chain, guide=guide)
     possible = np.logical_or.accumulate(guide.allowed[:, :, ::-1], axis=2)[:, :, ::-1]
@@ -345,9 +347,10 @@ def grow_columns(
         choices.append(labels.strategy)
         done.append(growth.ended(level, labels))
         shorter = level.node
-        if expired():
+        late = expired()
+        if late:
             complete = False
-        if expired() or not len(labels):
+        if late or not len(labels) or (give_up and not complete):
             break
     stage, first, last, entry, leave, time, iteration, label = (np.concatenate(x) for x in zip(*done, strict=True))
     return Columns(

@@ -28,6 +28,8 @@ FIRST_TARGET = 2e-3
 
 TARGET_GROWTH = 8.0
 PROBE_LABELS = 2_000
+NEARER = 2.0
+NEAREST = 1e-5
 NEAR = 1.1
 """Plans within this factor of the bound are good enough to aim by; no other one is looked for first."""
 
@@ -77,6 +79,8 @@ class ChainRefinement:
     _base: float = 0.0
     _distance: float = FIRST_TARGET
     _probed: bool = False
+    _crowded: bool = False
+    _crowded_at: float = np.inf
 
     @property
     def prices(self) -> Multipliers:
@@ -121,7 +125,11 @@ class ChainRefinement:
         self.lower = self._base = max(self.lower, self._base)
 
     def _aim(self, chain: Chain, intervals: Intervals, upper: float, expired: Callable[[], bool]) -> None:
-        """Columns up to the next target; the first failure looks for a good plan with few labels."""
+        """Columns up to the next target.
+
+        A target without a plan raises the bound and the next one is further away. A target with too many labels is
+        followed by nearer ones, as long as these raise the bound.
+        """
         ceiling = min(upper, self._value * (1 + 1e-9))
         target = ceiling if self._distance > 10 else min(self._base * (1 + self._distance) + 1e-12, ceiling)
         found = self._grow(chain, intervals, target, expired, MAX_LABELS)
@@ -130,11 +138,14 @@ class ChainRefinement:
         elif found.proved:
             self.lower = max(self.lower, target)
             self.done = target >= ceiling
-            self._distance *= TARGET_GROWTH
-        elif self._probed:
-            self.stuck = found.value >= ceiling * (1 - 1e-6)
+            self._distance *= NEARER if self._crowded else TARGET_GROWTH
+            self.stuck = self._base * (1 + self._distance) >= self._crowded_at and not self.done
+        else:
+            self._crowded, self._crowded_at = True, target
+            self._distance = (target / self._base - 1) / TARGET_GROWTH
+            self.stuck = self._distance < NEAREST or target <= self.lower
         near = found.proved and ceiling <= self.lower * NEAR
-        if not (self.done or self.stuck or self._probed or near):
+        if not (self.done or self._probed or near):
             self._probed = True
             self._grow(chain, intervals, min(upper, self._value), expired, PROBE_LABELS)
 
@@ -145,7 +156,8 @@ class ChainRefinement:
         way = guide(chain, intervals, self.prices, upper=target)
         if way is None:
             return _Found(value=np.inf, proved=True)
-        columns = grow_columns(chain, way, expired=expired, max_labels=max_labels)
+        give_up = max_labels == MAX_LABELS
+        columns = grow_columns(chain, way, expired=expired, max_labels=max_labels, give_up=give_up)
         network = network_of(chain, columns)
         path, finished = search_paths(network, upper=target * (1 + 1e-12), expired=expired)
         value = np.inf if path is None else path.value(network.count)

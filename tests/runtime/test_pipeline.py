@@ -10,8 +10,8 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-from runtime_support import Decoder, assert_as_one_device, decoder_state, decoder_step, make_plan, token_batch
 
+from runtime_support import Decoder, assert_as_one_device, decoder_state, decoder_step, make_plan, token_batch
 from uniap_jax import frontend, runtime
 from uniap_jax.core.graph import LayerGraph
 from uniap_jax.core.sharding import make_mesh
@@ -19,7 +19,7 @@ from uniap_jax.runtime.activity import active_values, wanted_reads
 from uniap_jax.runtime.homes import lay_out
 from uniap_jax.runtime.pipeline import Pipeline
 from uniap_jax.runtime.stages import stage_specs
-from uniap_jax.runtime.transfer import express, wire, ways_of
+from uniap_jax.runtime.transfer import express, ways_of, wire
 
 TX = optax.sgd(0.1, momentum=0.9)
 
@@ -151,7 +151,7 @@ def test_specs_of_the_stages(graph: LayerGraph) -> None:
     specs = stage_specs(lay_out(graph, make_plan(graph, stages=2, strategies="data=2"), jax.devices()))
     assert specs[0].writes == specs[1].reads == specs[1].wanted == specs[0].active
     assert [s.has_loss for s in specs] == [False, True]
-    assert specs[0].returns == {v: (1,) for v in specs[0].writes}
+    assert specs[0].returns == dict.fromkeys(specs[0].writes, (1,))
 
 
 @pytest.mark.parametrize(

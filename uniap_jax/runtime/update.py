@@ -168,30 +168,39 @@ class Update:
         outputs: list[Any] = [None] * len(self._layout.graph.step.outputs)
         for ready in self._ready:
             given = [state[self._sources[v][1]] for v in ready.donated]
-            others = [self._fetch(v, ready, sent, state, batch, results, grads) for v in ready.inputs]
+            moved = self._moved(ready, sent)
+            others = [
+                moved[v] if v in moved else self._fetch(v, ready.stage, state, batch, results, grads)
+                for v in ready.inputs
+            ]
             made = ready.program(given, others)
             sent.update(zip(ready.piece.outputs[: ready.piece.sent], made, strict=False))
             for position, array in zip(ready.piece.positions, made[ready.piece.sent :], strict=True):
                 outputs[position] = array
-        moved = list(self._targets)
-        arrays = jax.device_put([outputs[p] for p in moved], [self._targets[p] for p in moved]) if moved else []
-        for position, array in zip(moved, arrays, strict=True):
+        away = list(self._targets)
+        arrays = jax.device_put([outputs[p] for p in away], [self._targets[p] for p in away]) if away else []
+        for position, array in zip(away, arrays, strict=True):
             outputs[position] = array
         return outputs
+
+    def _moved(self, ready: _Ready, sent: dict[Var, Any]) -> dict[Var, Any]:
+        """What other pieces computed for this one, on its devices, in one call."""
+        joins = ready.piece.place == JOIN
+        wanted = [v for v in ready.inputs if v in sent and (joins or v not in self._sources)]
+        if not wanted:
+            return {}
+        target = self._layout.on(ready.stage)
+        return dict(zip(wanted, jax.device_put([sent[v] for v in wanted], [target] * len(wanted)), strict=True))
 
     def _fetch(
         self,
         var: Var,
-        ready: _Ready,
-        sent: dict[Var, Any],
+        stage: int,
         state: Sequence[Any],
         batch: Sequence[Any],
         results: Sequence[Any],
         grads: Sequence[list[Any]],
     ) -> Any:
-        stage = ready.stage
-        if var in sent and (ready.piece.place == JOIN or var not in self._sources):
-            return jax.device_put(sent[var], self._layout.on(stage))
         kind, i = self._sources[var]
         if kind == "state":
             return self._leaves.fetch(state, i, stage)

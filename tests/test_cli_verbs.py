@@ -139,6 +139,20 @@ def test_plan_for_devices_that_are_not_here(tmp_path: Path) -> None:
     assert measured["error"] == "UsageError"
 
 
+def test_plan_verify_compares_memory_with_the_compiled_programs(tmp_path: Path) -> None:
+    pins = ("--stages", "2", "--microbatches", "2", "--source", "described")
+    facts = answer("plan", *STEP, *pins, "--verify", cwd=tmp_path)["verify"]
+    assert {"stage_0_forward", "stage_0_backward", "stage_1_forward", "stage_1_backward"} <= {
+        p["name"] for p in facts["programs"]
+    }
+    assert [s["stage"] for s in facts["stages"]] == [0, 1]
+    for stage in facts["stages"]:
+        compiled = stage["compiled_bytes"]
+        assert stage["rel_error"] == pytest.approx(abs(stage["predicted_bytes"] - compiled) / compiled)
+        assert compiled > max(p["temp_bytes"] for p in facts["programs"] if f"stage_{stage['stage']}_" in p["name"])
+    assert facts["memory_rel_error"] == max(s["rel_error"] for s in facts["stages"])
+
+
 def test_profile_measures_and_saves(tmp_path: Path) -> None:
     step = ("--step", "uniap_jax.demo_gpt:build_tiny", "--devices", "2")
     facts = answer("profile", *step, "--budget", "5", "--cache-dir", "cache", "--out", "profile.json", cwd=tmp_path)

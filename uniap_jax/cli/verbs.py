@@ -14,6 +14,7 @@ import uniap_jax as uniap
 from uniap_jax.cli.output import CHECK_FAILED, NO_PLAN_IN_TIME, NOTHING_FITS, OK, Output, UsageError, say
 from uniap_jax.cli.progress import profiling_bar, search_bar
 from uniap_jax.cli.steps import load_build
+from uniap_jax.cli.verify import verify
 from uniap_jax.core.cluster import Cluster, local_cluster
 from uniap_jax.core.errors import OptionError
 from uniap_jax.core.graph import LayerGraph
@@ -24,7 +25,7 @@ from uniap_jax.core.serialize import load, plan_to_json, profile_to_json, save
 from uniap_jax.core.strategy import parse_strategy
 from uniap_jax.core.topology import load_cluster
 from uniap_jax.report import table
-from uniap_jax.report.facts import print_check, print_facts, print_profile
+from uniap_jax.report.facts import print_check, print_facts, print_profile, print_verify
 from uniap_jax.report.scalars import write_scalars
 
 MEASURING_BUDGET_S = 120.0
@@ -79,18 +80,26 @@ def profile(options: Namespace, output: Output) -> int:
     if options.out:
         save(found, options.out)
         say(f"saved {options.out}")
-    facts = profile_to_json(found)
+    facts = {"ok": True, **profile_to_json(found)}
     output.show(facts, lambda stream: print_profile(found, stream))
     return OK
 
 
 def plan(options: Namespace, output: Output) -> int:
     """The fastest plan that fits, with its proof."""
-    found = _plan(options, _trace(options), _cluster(options))
+    if options.verify and options.topology:
+        raise UsageError("--verify compiles for the devices that are here; leave --topology or --verify out")
+    graph, cluster = _trace(options), _cluster(options)
+    found = _plan(options, graph, cluster)
     if options.out:
         save(found, options.out)
         say(f"saved {options.out}")
-    output.show(plan_facts(found), lambda stream: table.print_plan(found, stream))
+    facts = plan_facts(found)
+    output.people(lambda stream: table.print_plan(found, stream))
+    if options.verify:
+        facts["verify"] = verify(uniap.compile_plan(graph, found, cluster))
+        output.people(lambda stream: print_verify(facts["verify"], stream))
+    output.result(facts)
     return OK
 
 

@@ -117,3 +117,18 @@ def print_check(facts: Mapping[str, Any], stream: TextIO) -> None:
     loss, grad = facts["tolerance"]
     verdict = "ok" if facts["ok"] else "FAILED"
     console.print(f"{verdict}: tolerance {loss:.0e} for the loss, {grad:.0e} for gradients, both relative")
+
+
+def print_verify(facts: Mapping[str, Any], stream: TextIO) -> None:
+    """Predicted and compiled peak of each stage."""
+    rows = (
+        (
+            str(s["stage"]),
+            format_bytes(s["predicted_bytes"]),
+            format_bytes(s["compiled_bytes"]),
+            f"{100 * s['rel_error']:.1f} %",
+        )
+        for s in facts["stages"]
+    )
+    header = ("stage", "predicted peak", "compiled peak", "difference")
+    make_console(stream).print(make_table(header, rows, title="memory of a device", right=(1, 2, 3)))

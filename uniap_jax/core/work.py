@@ -54,7 +54,7 @@ _CHEAP_NAMES = """
 """
 CHEAP = frozenset(_CHEAP_NAMES.split())
 """What a stage's backward makes again of parameters or of the batch alone, rather than keep it."""
-FUSED = (CHEAP | {"erf_inv", "is_finite", "sin", "cos", "round", "copysign", "add_any", "stop_gradient"}) - {
+FUSED = (CHEAP | {"erf_inv", "is_finite", "sin", "cos", "round", "copysign", "add_any", "one_minus_square"}) - {
     *("exp", "log", "tanh", "logistic", "pow"),
 }
 """Element-wise operations that XLA copies into every kernel that reads their result."""

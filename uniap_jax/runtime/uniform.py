@@ -7,7 +7,7 @@ compilation, whose time does not depend on the number of layers, and any number 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,7 +57,7 @@ class UniformProgram:
         donated: Sequence[int] = (),
     ) -> None:
         self._graph = graph
-        self._pipeline = pipeline
+        self.pipeline = pipeline
         self.state_shardings = tuple(state_shardings)
         self.batch_shardings = tuple(batch_shardings)
         self._grad_shardings = tuple(grad_shardings)
@@ -68,7 +68,7 @@ class UniformProgram:
     @property
     def mesh(self) -> Mesh:
         """(stage, x0, x1, ...), axes Auto."""
-        return self._pipeline.stages.mesh
+        return self.pipeline.stages.mesh
 
     @property
     def programs(self) -> tuple[Program, ...]:
@@ -82,7 +82,18 @@ class UniformProgram:
         (program,) = self.programs
         return program([state[i] for i in self._donated], [state[i] for i in self._kept], list(batch))  # type: ignore[no-any-return]
 
+    def lower(self) -> Any:
+        """The program before compilation, a `jax.stages.Lowered`; nothing is compiled or run."""
+        function, inputs, outputs = self._whole()
+        with jax.set_mesh(self.mesh):
+            return jax.jit(function, out_shardings=outputs, donate_argnums=(0,)).lower(*inputs)
+
     def _build(self) -> Program:
+        function, inputs, outputs = self._whole()
+        return build("train_step", function, inputs, mesh=self.mesh, outputs=outputs, donate=(0,))
+
+    def _whole(self) -> tuple[Callable[..., list[Any]], list[Any], list[Any]]:
+        """The step as a function of (donated leaves, kept leaves, batch leaves), their shapes, shardings of outputs."""
         step, shardings = self._graph.step, self.state_shardings
         everywhere = NamedSharding(self.mesh, PartitionSpec())
         outputs = [shardings[leaf] if leaf is not None else everywhere for leaf in step.output_leaf]
@@ -91,23 +102,17 @@ class UniformProgram:
             leaves = dict(zip((*self._donated, *self._kept), (*donated, *kept), strict=True))
             return self._train_step([leaves[i] for i in range(len(leaves))], batch)
 
-        return build(
-            "train_step",
-            whole,
-            [
-                [shape_of(step.state[i], shardings[i]) for i in self._donated],
-                [shape_of(step.state[i], shardings[i]) for i in self._kept],
-                [shape_of(v, s) for v, s in zip(step.batch, self.batch_shardings, strict=True)],
-            ],
-            mesh=self.mesh,
-            outputs=outputs,
-            donate=(0,),
-        )
+        inputs = [
+            [shape_of(step.state[i], shardings[i]) for i in self._donated],
+            [shape_of(step.state[i], shardings[i]) for i in self._kept],
+            [shape_of(v, s) for v, s in zip(step.batch, self.batch_shardings, strict=True)],
+        ]
+        return whole, inputs, outputs
 
     def _train_step(self, state: Sequence[Any], batch: Sequence[Any]) -> list[Any]:
         step, count = self._graph.step, len(self._graph.params)
         ready = _evaluate(step.before, *state)
-        results, grads = loss_and_grads(self._pipeline, ready[:count], ready[count:], batch)
+        results, grads = loss_and_grads(self.pipeline, ready[:count], ready[count:], batch)
         grads = [
             g if g.dtype == jax.dtypes.float0 else jax.lax.with_sharding_constraint(g, s)
             for g, s in zip(grads, self._grad_shardings, strict=True)

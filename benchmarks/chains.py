@@ -120,6 +120,10 @@ class LlamaChain:
         chosen = sorted(fitting, key=lambda s: (order[s.keep], found.index(s)))[: self.max_strategies]
         return tuple(chosen)
 
+    def with_strategy(self, strategy: Strategy) -> Chain:
+        """Itself: analytic chains price what they list."""
+        return self
+
     @cached_property
     def _cache(self) -> dict[Candidate, CostTables]:
         return {}

@@ -321,3 +321,7 @@ class CostModel(Protocol):
     def stage_devices(self, num_stages: int) -> tuple[tuple[int, ...], ...]:
         """Per stage, indices of its devices in mesh order."""
         ...
+
+    def with_strategy(self, strategy: Strategy) -> CostModel:
+        """The same model with tables that list a pinned strategy too; itself where it can price no other."""
+        ...

@@ -80,7 +80,9 @@ def parse_strategy(text: str) -> Strategy:
         try:
             values[name] = int(value)
         except ValueError:
-            raise StrategyError(f"{part!r} in {text!r} needs a whole number, for example {name}=2", strategy=name) from None
+            raise StrategyError(
+                f"{part!r} in {text!r} needs a whole number, for example {name}=2", strategy=name
+            ) from None
     if not values:
         raise StrategyError(f"empty strategy {text!r}; for example data=2,tensor=2", strategy=text)
     return Strategy(**values)  # type: ignore[arg-type]
@@ -97,19 +99,33 @@ def prime_factors(n: int) -> tuple[int, ...]:
     return tuple(sorted(factors, reverse=True))
 
 
-def enumerate_strategies(num_devices: int, *, keeps: tuple[str, ...] = ("all",)) -> tuple[Strategy, ...]:
+def enumerate_strategies(
+    num_devices: int, *, keeps: tuple[str, ...] = ("all",), zeros: tuple[int, ...] = (3,)
+) -> tuple[Strategy, ...]:
     """Every strategy that a sub-mesh of `num_devices` can lay out: data, then fsdp, then tensor axes.
 
     The sub-mesh is factorised into axes of prime size; data takes a prefix of them, tensor a suffix, fsdp what
     lies between, so that the batch is split over a prefix in every layer and neighbours never swap axes.
+
+    Args:
+        num_devices: of the sub-mesh.
+        keeps: what the forward may keep for the backward.
+        zeros: ZeRO stages of the fsdp ways.
     """
     primes = prime_factors(num_devices)
     cuts = range(len(primes) + 1)
     found = {
-        Strategy(data=math.prod(primes[:i]), fsdp=math.prod(primes[i:j]), tensor=math.prod(primes[j:]), keep=keep)
+        Strategy(
+            data=math.prod(primes[:i]),
+            fsdp=math.prod(primes[i:j]),
+            tensor=math.prod(primes[j:]),
+            zero=zero if i < j else 3,
+            keep=keep,
+        )
         for i in cuts
         for j in cuts
         if i <= j
         for keep in keeps
+        for zero in zeros
     }
-    return tuple(sorted(found, key=lambda s: (s.tensor, s.fsdp, -s.data, KEEPS.index(s.keep))))
+    return tuple(sorted(found, key=lambda s: (s.tensor, s.fsdp, -s.data, KEEPS.index(s.keep), -s.zero)))

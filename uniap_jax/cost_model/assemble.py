@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -70,6 +71,7 @@ class TableModel:
         self._reasons: dict[tuple[str, str, int], str] = {}
         self._costs: dict[tuple[str, Strategy, int, bool], LayerCost] = {}
         self._shares: dict[tuple[str, Strategy], Shares] = {}
+        self._wanted: Strategy | None = None
 
     # ---- what the planner asks -----------------------------------------------------------------------------------
 
@@ -134,7 +136,18 @@ class TableModel:
 
     def strategies(self, num_stages: int) -> tuple[Strategy, ...]:
         """The strategies axis of the tables with `num_stages` stages."""
-        return enumerate_strategies(self.num_devices // num_stages, keeps=self.keeps)
+        size = self.num_devices // num_stages
+        listed = enumerate_strategies(size, keeps=self.keeps)
+        if self._wanted is None:
+            return listed
+        asked = enumerate_strategies(size, keeps=(self._wanted.keep,), zeros=(self._wanted.zero,))
+        return (*listed, *(s for s in asked if s not in listed))
+
+    def with_strategy(self, strategy: Strategy) -> TableModel:
+        """The same model, whose tables also list strategies of this one's ZeRO stage and of what it keeps."""
+        wider = copy.copy(self)
+        wider._wanted = strategy
+        return wider
 
     def reason(self, layer: int, strategy: Strategy, *, num_microbatches: int = 1) -> str:
         """Why a layer may not take a strategy; "" where it may."""

@@ -157,8 +157,9 @@ class Pinned:
 def filled(strategy: Strategy, num_devices: int) -> Strategy:
     """The strategy with its data degree raised to fill a stage: tensor=2 on 8 devices is data=4,tensor=2.
 
-    Unchanged where its degrees fill the stage or cannot.
+    The degrees stay where they fill the stage or cannot. Without fsdp ways a ZeRO stage means nothing and is 3.
     """
+    strategy = strategy if strategy.fsdp > 1 else replace(strategy, zero=3)
     if num_devices % strategy.num_devices:
         return strategy
     return replace(strategy, data=strategy.data * (num_devices // strategy.num_devices))

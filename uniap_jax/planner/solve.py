@@ -159,6 +159,7 @@ def solve(
     candidates = select_candidates(costs, num_stages=num_stages, num_microbatches=num_microbatches, schedule=schedule)
     tables_of: Callable[[Candidate], CostTables] = costs.tables
     if strategy is not None:
+        costs = costs.with_strategy(strategy)
         tables_of = Pinned(strategy=strategy, num_devices=costs.num_devices, inner=costs.tables)
     run = Run(tables_of, candidates, engine, clock, num_devices=costs.num_devices, progress=progress)
     compare = baselines and strategy is None and engine in EXACT

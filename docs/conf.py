@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -44,3 +46,15 @@ autodoc_class_signature = "separated"
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
+
+SINGLE_BACKTICKS = re.compile(r"(?<![`:])`([^`\n]+)`(?!`)(\w?)")
+
+
+def code_in_docstrings(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    """Docstrings write `code` as Markdown does; reStructuredText wants two backticks and no letter right after."""
+    for i, line in enumerate(lines):
+        lines[i] = SINGLE_BACKTICKS.sub(lambda m: f"``{m[1]}``" + (rf"\ {m[2]}" if m[2] else ""), line)
+
+
+def setup(app: Any) -> None:
+    app.connect("autodoc-process-docstring", code_in_docstrings)

@@ -13,8 +13,9 @@ from typing import Any
 
 import jax
 
-from uniap_jax.core.cluster import host_memory_bytes, usable_cores
+from uniap_jax.core.cluster import host_memory_bytes
 from uniap_jax.core.errors import UniapError
+from uniap_jax.core.machine import usable_cores
 from uniap_jax.planner import solve_file
 from uniap_jax.profiler.cache import default_dir
 

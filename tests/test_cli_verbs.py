@@ -196,6 +196,7 @@ def test_doctor_tells_devices_versions_and_that_the_solver_works(tmp_path: Path)
     assert facts["packages"]["jax"]
     assert facts["solver"]["status"] == "optimal"
     assert facts["threads"]["pool"] >= 32
+    assert facts["links"]["levels"][-1]["devices"] == 4
     assert facts["problems"] == []
     one = answer("doctor", "--devices", "1", cwd=tmp_path)
     assert any("--devices 8" in problem for problem in one["problems"])

@@ -13,8 +13,8 @@ from typing import Any
 
 import jax
 
-from uniap_jax.core.cluster import host_memory_bytes
-from uniap_jax.core.errors import UniapError
+from uniap_jax.core.cluster import host_memory_bytes, local_cluster
+from uniap_jax.core.errors import ProfileError, UniapError
 from uniap_jax.core.machine import usable_cores
 from uniap_jax.planner import solve_file
 from uniap_jax.profiler.cache import default_dir
@@ -85,6 +85,26 @@ def folder_bytes(folder: Path) -> int:
     return sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
 
 
+def describe_links() -> dict[str, Any]:
+    """The network as described (not measured), nearest level first; or why these devices have no description."""
+    try:
+        cluster = local_cluster()
+    except ProfileError as error:
+        return {"levels": [], "message": str(error)}
+    return {
+        "levels": [
+            {
+                "name": link.name,
+                "devices": link.size,
+                "gigabytes_per_s": link.bandwidth_bytes_per_s / 1e9,
+                "latency_s": link.latency_s,
+            }
+            for link in cluster.links
+        ],
+        "source": cluster.source,
+    }
+
+
 def find_problems(facts: Mapping[str, Any]) -> tuple[str, ...]:
     """Sentences that say what will go wrong here, and what to do."""
     devices, threads, found = facts["devices"], facts["threads"], []
@@ -99,6 +119,8 @@ def find_problems(facts: Mapping[str, Any]) -> tuple[str, ...]:
             f"The CPU client has {threads['pool']} threads for {len(devices)} devices and can wait for itself for "
             f"good; set NPROC={max(64, needed)} in the environment before Python starts."
         )
+    if "message" in facts["links"]:
+        found.append(facts["links"]["message"])
     if facts["solver"]["status"] != "optimal":
         told = facts["solver"].get("message", facts["solver"]["status"])
         found.append(f"The solver did not solve a problem of two layers: {told} Reinstall it with pip install mip.")
@@ -119,6 +141,7 @@ def examine(*, cache_dir: Path | None = None) -> dict[str, Any]:
         "extras": {extra: installed(package) for extra, package in EXTRAS.items()},
         "devices": [describe_device(d) for d in jax.devices()],
         "process": {"index": jax.process_index(), "count": jax.process_count(), "local": len(jax.local_devices())},
+        "links": describe_links(),
         "threads": cpu_threads(),
         "host_memory_bytes": host_memory_bytes(),
         "solver": try_solver(),

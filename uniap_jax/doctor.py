@@ -96,7 +96,7 @@ def describe_links() -> dict[str, Any]:
             {
                 "name": link.name,
                 "devices": link.size,
-                "gigabytes_per_s": link.bandwidth_bytes_per_s / 1e9,
+                "gigabytes_per_second": link.bandwidth_bytes_per_s / 1e9,
                 "latency_s": link.latency_s,
             }
             for link in cluster.links

@@ -228,9 +228,9 @@ def _met_by(
         for out in eqn.outvars:
             stage[out] = next(iter(met)) if len(met) == 1 else None
             loose[out] = frozenset() if met else free
-    for atom, leaf in zip(flow.outvars, graph.step.output_leaf, strict=True):
-        if leaf is not None and homes[leaf] is None and not isinstance(atom, Literal):
+    for atom, replaced in zip(flow.outvars, graph.step.output_leaf, strict=True):
+        if replaced is not None and homes[replaced] is None and not isinstance(atom, Literal):
             computed = stage.get(atom)
             if computed is not None:
-                votes.setdefault(leaf, set()).add(computed)
+                votes.setdefault(replaced, set()).add(computed)
     return votes

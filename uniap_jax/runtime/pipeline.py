@@ -6,7 +6,9 @@ more use for them, so that what is live on a stage is what the schedule says is 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +20,7 @@ from uniap_jax.runtime.feed import Begin, Feeder, Leaves, Shared
 from uniap_jax.runtime.homes import REPLICATED, Layout
 from uniap_jax.runtime.loss import accumulator_dtype, combine
 from uniap_jax.runtime.programs import Program, build, shape_of
-from uniap_jax.runtime.stage_programs import build_stage, result_shardings
+from uniap_jax.runtime.stage_programs import build_backward, build_forward, result_shardings
 from uniap_jax.runtime.stages import StageSpec, stage_specs
 from uniap_jax.runtime.transfer import Move
 from uniap_jax.runtime.update import Update
@@ -54,9 +56,12 @@ class Programs:
         layout: graph under its plan.
         pieces: of the update.
         donated: state leaves whose buffers are given up.
+        pool: compiles in the background.
     """
 
-    def __init__(self, layout: Layout, pieces: Sequence[Piece], donated: Sequence[int]) -> None:
+    def __init__(
+        self, layout: Layout, pieces: Sequence[Piece], donated: Sequence[int], pool: Executor | None = None
+    ) -> None:
         graph = layout.graph
         self.specs = stage_specs(layout)
         self.writer = {v: spec.stage for spec in self.specs for v in spec.writes}
@@ -70,8 +75,9 @@ class Programs:
         }
         self.shared = Shared(layout, home, self.specs)
         self.feeder = Feeder(layout, self.specs)
-        self.stages = [build_stage(layout, spec, self._params(spec, home)) for spec in self.specs]
-        self.combine = [_build_combine(layout, spec) for spec in self.specs]
+        forwards = [build_forward(layout, spec, self._params(spec, home), pool) for spec in self.specs]
+        self.combine = [_build_combine(layout, spec, pool) for spec in self.specs]
+        self.stages = [build_backward(layout, forward, pool) for forward in forwards]
         self.returns, parts = self._gradient_ways(layout)
         shapes = {
             k: shape_of(graph_whole(layout, k), sharding)
@@ -79,7 +85,7 @@ class Programs:
             for k, sharding in zip(spec.results, _whole_shardings(layout, spec), strict=True)
         }
         results = [shapes[k] for k in range(len(graph.results))]
-        self.update = Update(layout, pieces, self.leaves, results, parts, donated)
+        self.update = Update(layout, pieces, self.leaves, results, parts, donated, pool)
 
     def _params(self, spec: StageSpec, home: dict[int, NamedSharding]) -> dict[int, NamedSharding]:
         there = self.shared.there
@@ -132,7 +138,7 @@ def _whole_shardings(layout: Layout, spec: StageSpec) -> list[NamedSharding]:
     ]
 
 
-def _build_combine(layout: Layout, spec: StageSpec) -> Program | None:
+def _build_combine(layout: Layout, spec: StageSpec, pool: Executor | None) -> Program | None:
     """From the micro-batches' results to the whole batch's; None where there is nothing to do."""
     graph, c = layout.graph, layout.plan.num_microbatches
     if not spec.results or c == 1:
@@ -150,6 +156,7 @@ def _build_combine(layout: Layout, spec: StageSpec) -> Program | None:
         [shapes],
         mesh=layout.meshes[spec.stage],
         outputs=_whole_shardings(layout, spec),
+        pool=pool,
     )
 
 
@@ -176,7 +183,9 @@ class Pipeline:
     @property
     def _programs(self) -> Programs:
         if self._built is None:
-            self._built = Programs(self._layout, self._pieces, self._donated)
+            workers = min(os.cpu_count() or 1, 2 * self._layout.plan.num_stages)
+            with ThreadPoolExecutor(workers, thread_name_prefix="uniap_compile") as pool:
+                self._built = Programs(self._layout, self._pieces, self._donated, pool)
         return self._built
 
     @property

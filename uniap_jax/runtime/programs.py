@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from concurrent.futures import Executor
 from typing import Any
 
 import jax
@@ -16,19 +16,28 @@ from uniap_jax.core.jax_compat import ClosedJaxpr, Var
 from uniap_jax.core.jaxprs import close, live_eqns, open_jaxpr
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Program:
-    """A compiled function of flat lists of arrays.
+    """A compiled function of flat lists of arrays, called with the lists; never compiles again.
 
-    Attributes:
+    Args:
         name: for people and traces.
         lowered: before compilation.
-        compiled: called with the lists; never compiles again.
+        pool: compiles it in the background; here and now where None.
     """
 
-    name: str
-    lowered: Any
-    compiled: Any
+    __slots__ = ("_compiled", "_pending", "lowered", "name")
+
+    def __init__(self, name: str, lowered: Any, pool: Executor | None = None) -> None:
+        self.name, self.lowered = name, lowered
+        self._pending = pool.submit(lowered.compile) if pool is not None else None
+        self._compiled = lowered.compile() if pool is None else None
+
+    @property
+    def compiled(self) -> Any:
+        """The executable; waits for the compiler where it has not finished."""
+        if self._pending is not None:
+            self._compiled, self._pending = self._pending.result(), None
+        return self._compiled
 
     def __call__(self, *lists: Any) -> Any:
         """Runs it; queued on the devices, nothing waits."""
@@ -48,6 +57,7 @@ def build(
     mesh: Mesh,
     outputs: Any = None,
     donate: tuple[int, ...] = (),
+    pool: Executor | None = None,
 ) -> Program:
     """Traces, lowers and compiles on a mesh of our own, whatever mesh the caller has set.
 
@@ -58,6 +68,7 @@ def build(
         mesh: the devices.
         outputs: shardings of the outputs; None leaves one to the compiler.
         donate: arguments whose buffers the outputs may take.
+        pool: compiles in the background. Tracing stays in the caller's thread, under the caller's settings.
     """
 
     def named(*args: Any) -> Any:
@@ -66,7 +77,7 @@ def build(
     named.__name__ = named.__qualname__ = name
     with jax.set_mesh(mesh):
         lowered = jax.jit(named, out_shardings=outputs, donate_argnums=donate).lower(*inputs)
-        return Program(name=name, lowered=lowered, compiled=lowered.compile())
+        return Program(name, lowered, pool)
 
 
 def shape_of(value: Value, sharding: Sharding | None = None) -> jax.ShapeDtypeStruct:

@@ -8,6 +8,7 @@ parameter) or of its batch alone (a mask), are not returned: the backward progra
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,15 +87,28 @@ class _Traced:
         return self.tape.outvars[self.emitted :]
 
 
-def build_stage(layout: Layout, spec: StageSpec, params: dict[int, NamedSharding]) -> StagePrograms:
-    """Traces and compiles a stage.
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StageForward:
+    """A stage whose forward is at the compiler; `build_backward` needs the layouts that the compiler chooses."""
+
+    spec: StageSpec
+    traced: _Traced
+    forward: Program
+    inputs: tuple[Any, ...]
+    kept: tuple[int, ...]
+
+
+def build_forward(
+    layout: Layout, spec: StageSpec, params: dict[int, NamedSharding], pool: Executor | None = None
+) -> StageForward:
+    """Traces a stage and has its forward compiled.
 
     Args:
         layout: graph under its plan.
         spec: of the stage.
         params: layout in which each parameter comes in.
+        pool: compiles in the background.
     """
-    mesh, name = layout.meshes[spec.stage], f"stage_{spec.stage}"
     inputs = input_shapes(layout, spec, params)
     traced = _trace(layout, spec, inputs)
     tape, emitted = traced.tape, list(traced.tape.outvars[: traced.emitted])
@@ -103,28 +117,43 @@ def build_stage(layout: Layout, spec: StageSpec, params: dict[int, NamedSharding
     invars = [*tape.invars, *tape.consts]
     run = as_function(close(invars, outs, live_eqns(tape.eqns, outs)[0]), invars, tape.consts)
     forward = build(
-        f"{name}_forward",
+        f"stage_{spec.stage}_forward",
         lambda args: run(*args),
         [inputs],
-        mesh=mesh,
+        mesh=layout.meshes[spec.stage],
         outputs=[*spec.leaves, *result_shardings(layout, spec), *([None] * len(returned))],
+        pool=pool,
     )
     position = {v: i for i, v in reversed(list(enumerate(outs))) if not isinstance(v, Literal)}
     kept = tuple(position[v] for v in traced.held)
-    held = [aval_shape(v, forward.output_shardings[i]) for v, i in zip(traced.held, kept, strict=True)]
-    needs = tuple(tape.invars.index(v) for v in traced.inputs)
+    return StageForward(spec=spec, traced=traced, forward=forward, inputs=tuple(inputs), kept=kept)
+
+
+def build_backward(layout: Layout, stage: StageForward, pool: Executor | None = None) -> StagePrograms:
+    """Has the rest of a stage compiled.
+
+    Args:
+        layout: graph under its plan.
+        stage: from `build_forward`.
+        pool: compiles in the background.
+    """
+    spec, traced, inputs = stage.spec, stage.traced, stage.inputs
+    layouts = stage.forward.output_shardings
+    held = [aval_shape(v, layouts[i]) for v, i in zip(traced.held, stage.kept, strict=True)]
+    needs = tuple(traced.tape.invars.index(v) for v in traced.inputs)
     grads = param_grads(layout, spec)
-    zeros, totals = _build_zeros(layout, spec, grads)
+    zeros, totals = _build_zeros(layout, spec, grads, pool)
     backward = build(
-        f"{name}_backward",
+        f"stage_{spec.stage}_backward",
         _backward(layout, spec, traced),
         [[inputs[i] for i in needs], held, _cotangent_shapes(layout, spec), totals],
-        mesh=mesh,
+        mesh=layout.meshes[spec.stage],
         outputs=(list(grads), [a for v, a in zip(spec.reads, spec.arrives, strict=True) if v in spec.wanted]),
         donate=(3,) if totals else (),
+        pool=pool,
     )
     return StagePrograms(
-        spec=spec, forward=forward, backward=backward, zeros=zeros, needs=needs, kept=kept, grads=grads
+        spec=spec, forward=stage.forward, backward=backward, zeros=zeros, needs=needs, kept=stage.kept, grads=grads
     )
 
 
@@ -258,7 +287,7 @@ def _cotangent_shapes(layout: Layout, spec: StageSpec) -> list[list[Any]]:
 
 
 def _build_zeros(
-    layout: Layout, spec: StageSpec, grads: Sequence[NamedSharding]
+    layout: Layout, spec: StageSpec, grads: Sequence[NamedSharding], pool: Executor | None
 ) -> tuple[Program | None, list[jax.ShapeDtypeStruct]]:
     """The program that makes the accumulators, and their shapes; none with one micro-batch."""
     if layout.plan.num_microbatches == 1:
@@ -273,4 +302,4 @@ def _build_zeros(
         return [jnp.zeros(s.shape, s.dtype) for s in shapes]
 
     name = f"stage_{spec.stage}_zeros"
-    return build(name, zeros, [], mesh=layout.meshes[spec.stage], outputs=list(grads)), shapes
+    return build(name, zeros, [], mesh=layout.meshes[spec.stage], outputs=list(grads), pool=pool), shapes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +52,7 @@ class Update:
         results: layout of each whole-batch result.
         grads: for each parameter the shapes of its gradient at home: one per stage that computes a part of it.
         donated: state leaves whose buffers are given up.
+        pool: compiles in the background.
     """
 
     def __init__(
@@ -61,12 +63,14 @@ class Update:
         results: Sequence[jax.ShapeDtypeStruct],
         grads: Sequence[Sequence[jax.ShapeDtypeStruct]],
         donated: Sequence[int],
+        pool: Executor | None = None,
     ) -> None:
         self._layout, self._leaves = layout, leaves
         self._results, self._grads = tuple(results), tuple(tuple(g) for g in grads)
         self._sources = layout.update.sources
         self._sent = {var for piece in pieces for var in piece.outputs[: piece.sent]}
-        self._ready = [self._build(piece, frozenset(donated), last=piece.phase == pieces[-1].phase) for piece in pieces]
+        last = pieces[-1].phase if pieces else 0
+        self._ready = [self._build(p, frozenset(donated) if p.phase == last else frozenset(), pool) for p in pieces]
         self._targets = self._output_targets()
 
     @property
@@ -76,14 +80,14 @@ class Update:
 
     # ---- building ------------------------------------------------------------------------------------------------
 
-    def _build(self, piece: Piece, donated: frozenset[int], *, last: bool) -> _Ready:
+    def _build(self, piece: Piece, donated: frozenset[int], pool: Executor | None) -> _Ready:
         layout, flow = self._layout, self._layout.update
         stage = JOIN_STAGE if piece.place == JOIN else piece.place
         replaced = {layout.graph.step.output_leaf[p] for p in piece.positions}
         given: list[Var] = []
         for var in piece.inputs:
             kind, i = flow.sources.get(var, ("", 0))
-            if last and kind == "state" and i in donated and i in replaced and layout.leaves[i].stage == piece.place:
+            if kind == "state" and i in donated and i in replaced and layout.leaves[i].stage == piece.place:
                 given.append(var)
         rest = [v for v in piece.inputs if v not in given and v not in flow.consts]
         order = [v for v in piece.inputs if v not in flow.consts]
@@ -103,6 +107,7 @@ class Update:
             mesh=layout.meshes[stage],
             outputs=outputs,
             donate=(0,) if given else (),
+            pool=pool,
         )
         return _Ready(piece=piece, stage=stage, program=program, donated=tuple(given), inputs=tuple(rest))
 

@@ -103,7 +103,12 @@ def gpt(
 
 
 def pinned(
-    graph: LayerGraph, num_stages: int, num_microbatches: int, strategy: str, schedule: str, stages: Sequence[int] | None = None
+    graph: LayerGraph,
+    num_stages: int,
+    num_microbatches: int,
+    strategy: str,
+    schedule: str,
+    stages: Sequence[int] | None = None,
 ) -> Plan:
     """A plan that spreads the most frequent layers evenly; the others go to the first and last stage."""
     kind = max((layer.signature for layer in graph.layers), key=[x.signature for x in graph.layers].count)
@@ -120,7 +125,8 @@ def pinned(
         batch_size=graph.batch_size,
         stage_devices=tuple(tuple(range(s * n, s * n + n)) for s in range(num_stages)),
         layers=tuple(
-            LayerPlan(name=layer.name, stage=stage, strategy=chosen) for layer, stage in zip(graph.layers, stages, strict=True)
+            LayerPlan(name=layer.name, stage=stage, strategy=chosen)
+            for layer, stage in zip(graph.layers, stages, strict=True)
         ),
         prediction=Prediction(step_time_s=0.0),
         certificate=Certificate(status="pinned"),
@@ -236,6 +242,5 @@ def difference(case: Case, plan: Plan, devices: Sequence[Any] | None = None) -> 
         for a, b in zip(case.outputs, outputs, strict=True)
         if not jax.dtypes.issubdtype(a.dtype, jax.dtypes.extended)
     ]
-    return Difference(
-        loss=abs(float(loss) - case.loss) / abs(case.loss), grad=found[leaf], leaf=leaf, output=max(plain), program=program
-    )
+    off = abs(float(loss) - case.loss) / abs(case.loss)
+    return Difference(loss=off, grad=found[leaf], leaf=leaf, output=max(plain), program=program)

@@ -55,7 +55,13 @@ def toy(*, aux: bool, dtype: Any = jnp.float32, bad: bool = False, rows: int = 8
         return jnp.asarray(rng.normal(size=shape) / np.sqrt(shape[0]), dtype)
 
     own = [{"up": weight(width, 2 * width), "down": weight(2 * width, width)} for _ in range(4)]
-    params = {"in": weight(8, width), "gate": weight(8, width), "bias": weight(width), "out": weight(width, 4), "own": own}
+    params: dict[str, Any] = {
+        "in": weight(8, width),
+        "gate": weight(8, width),
+        "bias": weight(width),
+        "out": weight(width, 4),
+    }
+    params |= {"bias": weight(width), "own": own}
     tx = optax.sgd(0.1, momentum=0.9)
 
     def step(state: Any, batch: Any) -> Any:
@@ -95,9 +101,7 @@ def toy(*, aux: bool, dtype: Any = jnp.float32, bad: bool = False, rows: int = 8
         (4, 1, "fsdp=2", "one_f_one_b"),
     ],
 )
-def test_residual_layers_equal_one_device(
-    num_stages: int, num_microbatches: int, strategy: str, schedule: str
-) -> None:
+def test_residual_layers_equal_one_device(num_stages: int, num_microbatches: int, strategy: str, schedule: str) -> None:
     case = support.make_case(toy(aux=False))
     check(case, support.pinned(case.graph, num_stages, num_microbatches, strategy, schedule))
 

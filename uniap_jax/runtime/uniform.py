@@ -200,16 +200,13 @@ def _parts(graph: LayerGraph, plan: Plan) -> _Parts:
 
 def _pipeline(parts: _Parts, plan: Plan, mesh: Mesh) -> Pipeline:
     graph, run = parts.graph, parts.run
-    trained = [
-        (run.stacked[i] if kind == "stacked" else run.shared[i]).trained if kind in ("stacked", "shared") else kind == "slot"
-        for kind, i in run.sources
-    ]
+    weights = {"stacked": run.stacked, "shared": run.shared}
+    trained = [weights[kind][i].trained if kind in weights else kind == "slot" for kind, i in run.sources]
     again = [kind != "slot" or run.slots[i].kind == "relay" for kind, i in run.sources]
     layer = differentiate(run.body, keep=run.keep, trained=trained, shared=again)
     stages = StageTicks(mesh=mesh, run=run, layer=layer, num_microbatches=plan.num_microbatches)
-    before, after = (
-        _outer(graph, mesh, range(a, b), parts.strategies) for a, b in ((0, parts.first), (parts.last, len(graph.layers)))
-    )
+    ranges = (range(parts.first), range(parts.last, len(graph.layers)))
+    before, after = (_outer(graph, mesh, indices, parts.strategies) for indices in ranges)
     specs: dict[int, PartitionSpec] = {}
     grads: dict[int, PartitionSpec] = {}
     for outer in (before, after):
@@ -270,7 +267,7 @@ def _param_homes(pipeline: Pipeline) -> dict[int, tuple[PartitionSpec, Partition
         for layer, sharding in zip(outer.layers, outer.shardings, strict=True):
             for p, stored, optimizer in zip(layer.params, sharding.stored, sharding.optimizer, strict=True):
                 found.setdefault(p, (stored, optimizer))
-    stacked = {p: home for p, home in run.homes.items() if p not in found}
+    stacked = {p: home for p, home in run.homes.items() if p not in found or home[2]}
     sizes = dict(mesh.shape)
 
     def split(p: int, spec: PartitionSpec) -> PartitionSpec:

@@ -66,7 +66,8 @@ def differentiate(body: ClosedJaxpr, *, keep: str, trained: Sequence[bool], shar
     trees: list[Any] = []
 
     def linearized(*inputs: Any) -> list[Any]:
-        outs, pull, rough = jax.vjp(_moving_only(body, keep, moving, smooth, inputs), *_where(inputs, moving), has_aux=True)
+        function = _moving_only(body, keep, moving, smooth, inputs)
+        outs, pull, rough = jax.vjp(function, *_where(inputs, moving), has_aux=True)
         leaves, tree = jax.tree.flatten(pull)
         trees[:] = [tree]
         smooth_outs, rough_outs = iter(outs), iter(rough)
@@ -91,13 +92,12 @@ def differentiate(body: ClosedJaxpr, *, keep: str, trained: Sequence[bool], shar
         return [next(found) if m else None for m in moving]
 
     read = {i for kind, i in residuals.origin if kind == "input"}
-    needed, _ = _needed(residuals.rebuild)
     return LayerPass(
         moving=moving,
         forward=forward,
         backward=backward,
         kept=tuple(leaf_avals[i] for i in residuals.kept),
-        reads_back=frozenset(read | needed),
+        reads_back=frozenset(read | _needed(residuals.rebuild)),
     )
 
 
@@ -165,7 +165,8 @@ def _draws(eqn: Any) -> bool:
     return eqn.primitive.name in RANDOM or any(_draws(e) for j in inner_jaxprs(eqn) for e in open_jaxpr(j).eqns)
 
 
-def _needed(program: ClosedJaxpr) -> tuple[set[int], None]:
+def _needed(program: ClosedJaxpr) -> set[int]:
+    """Inputs that a program reads."""
     jaxpr = open_jaxpr(program)
     read = {v for e in jaxpr.eqns for v in variables(e.invars)} | set(variables(jaxpr.outvars))
-    return {i for i, v in enumerate(jaxpr.invars) if v in read}, None
+    return {i for i, v in enumerate(jaxpr.invars) if v in read}

@@ -94,8 +94,9 @@ def loss_and_grads(
     """
     run = pipeline.stages.run
     weights, pull = _weights(pipeline, params, state)
-    outer = dict(zip(pipeline.outer_specs, (params[p] for p in pipeline.outer_specs), strict=True))
-    outer = dict(zip(outer, constrain_all(list(outer.values()), pipeline.stages.mesh, list(pipeline.outer_specs.values())), strict=True))
+    specs = pipeline.outer_specs
+    used = constrain_all([params[p] for p in specs], pipeline.stages.mesh, list(specs.values()))
+    outer = dict(zip(specs, used, strict=True))
     inputs = Inputs(weights=weights, outer=outer, state=tuple(state), rows=_rows(pipeline, batch))
     sums = _gpipe(pipeline, inputs) if pipeline.schedule == "gpipe" else _one_f_one_b(pipeline, inputs)
     grads = {p: g.astype(params[p].dtype) for p, g in sums.outer.items()}
@@ -138,19 +139,15 @@ def _weights(pipeline: Pipeline, params: Sequence[Any], state: Sequence[Any]) ->
 
     def back(totals: tuple[list[Any], list[Any]]) -> tuple[Any, ...]:
         own = [
-            _retyped(t.reshape(run.count, *t.shape[2:]), run.stacked[i].dtype)
+            t.reshape(run.count, *t.shape[2:]).astype(run.stacked[i].dtype)
             for t, i in zip(totals[0], stages.trained_stacked, strict=True)
         ]
         common = [
-            _retyped(t.sum(axis=0), run.shared[i].dtype) for t, i in zip(totals[1], stages.trained_shared, strict=True)
+            t.sum(axis=0).astype(run.shared[i].dtype) for t, i in zip(totals[1], stages.trained_shared, strict=True)
         ]
         return tuple(pull((own, common)))
 
     return weights, back
-
-
-def _retyped(x: Any, dtype: Any) -> Any:
-    return lax.convert_element_type(x, dtype)
 
 
 # ---- one micro-batch outside the run ---------------------------------------------------------------------------
@@ -221,10 +218,11 @@ def _leave(
 
 def _start(pipeline: Pipeline) -> Sums:
     graph, mesh, c = pipeline.graph, pipeline.stages.mesh, pipeline.stages.num_microbatches
-    outer = {p: jnp.zeros(graph.params[p].shape, accumulator_dtype(graph.params[p].dtype)) for p in pipeline.outer_grads}
-    pinned = constrain_all(list(outer.values()), mesh, list(pipeline.outer_grads.values()))
+    params = {p: graph.params[p] for p in pipeline.outer_grads}
+    zeros = [jnp.zeros(v.shape, accumulator_dtype(v.dtype)) for v in params.values()]
+    outer = dict(zip(params, constrain_all(zeros, mesh, list(pipeline.outer_grads.values())), strict=True))
     results = [jnp.zeros((c, *graph.values[v].shape), graph.values[v].dtype) for v in graph.results]
-    return Sums(run=pipeline.stages.zero_totals(), outer=dict(zip(outer, pinned, strict=True)), results=results)
+    return Sums(run=pipeline.stages.zero_totals(), outer=outer, results=results)
 
 
 def _added(pipeline: Pipeline, total: dict[int, Any], new: dict[int, Any], valid: Any) -> dict[int, Any]:
@@ -268,7 +266,14 @@ def _forward_tick(
 
 
 def _backward_tick(
-    pipeline: Pipeline, inputs: Inputs, kept: list[Any], fed: list[Any], held: list[Any], sums: Sums, tick: Any, index: Any
+    pipeline: Pipeline,
+    inputs: Inputs,
+    kept: list[Any],
+    fed: list[Any],
+    held: list[Any],
+    sums: Sums,
+    tick: Any,
+    index: Any,
 ) -> tuple[list[Any], Sums]:
     """Gradients enter the last stage and leave the first."""
     stages = pipeline.stages

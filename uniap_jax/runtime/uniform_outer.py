@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -14,7 +13,7 @@ from uniap_jax.core.graph import Layer, LayerGraph, Value
 from uniap_jax.core.sharding import LayerSharding, assign_axes
 from uniap_jax.core.strategy import Strategy
 from uniap_jax.runtime.loss import layer_function
-from uniap_jax.runtime.programs import is_differentiable
+from uniap_jax.runtime.programs import is_differentiable, is_key
 from uniap_jax.runtime.uniform_stage import STAGE
 
 
@@ -42,9 +41,7 @@ class OuterLayers:
         found = dict.fromkeys(p for layer in self.layers for p in layer.params)
         return tuple(p for p in found if is_differentiable(self.graph.params[p].dtype))
 
-    def run(
-        self, params: Mapping[int, Any], operands: Mapping[int, Any], values: Mapping[int, Any]
-    ) -> dict[int, Any]:
+    def run(self, params: Mapping[int, Any], operands: Mapping[int, Any], values: Mapping[int, Any]) -> dict[int, Any]:
         """Values after the layers.
 
         Args:
@@ -55,9 +52,8 @@ class OuterLayers:
         known = dict(values)
         for layer, sharding, strategy in zip(self.layers, self.shardings, self.strategies, strict=True):
             function = layer_function(layer, self._widened(layer, sharding, strategy), strategy.keep, self.mesh)
-            written = function(
-                [params[p] for p in layer.params], [operands[o] for o in layer.operands], [known[v] for v in layer.reads]
-            )
+            chosen = [params[p] for p in layer.params], [operands[o] for o in layer.operands]
+            written = function(*chosen, [known[v] for v in layer.reads])
             known.update(zip(layer.writes, written, strict=True))
         return known
 
@@ -104,9 +100,7 @@ def with_stage_dim(shape: Sequence[int], spec: PartitionSpec, sizes: Mapping[str
     return PartitionSpec(*[n or None for n in names])
 
 
-def micro_operands(
-    graph: LayerGraph, state: Sequence[Any], rows: Mapping[int, Any], index: Any
-) -> dict[int, Any]:
+def micro_operands(graph: LayerGraph, state: Sequence[Any], rows: Mapping[int, Any], index: Any) -> dict[int, Any]:
     """Operands of one micro-batch, by position.
 
     Args:
@@ -127,6 +121,6 @@ def micro_operands(
 def constrain_all(arrays: Sequence[Any], mesh: Mesh, specs: Sequence[PartitionSpec]) -> list[Any]:
     """Pins a list of arrays."""
     return [
-        x if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended) else lax.with_sharding_constraint(x, NamedSharding(mesh, s))
+        x if is_key(x.dtype) else lax.with_sharding_constraint(x, NamedSharding(mesh, s))
         for x, s in zip(arrays, specs, strict=True)
     ]

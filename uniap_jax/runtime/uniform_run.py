@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
@@ -18,6 +18,8 @@ from uniap_jax.core.plan import Plan
 from uniap_jax.core.sharding import LayerSharding, layer_sharding
 from uniap_jax.core.strategy import Strategy
 from uniap_jax.runtime.uniform_literals import NotEqual, lift_literals
+
+WHOLE = PartitionSpec()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,9 +62,9 @@ class Weight:
     shape: tuple[int, ...]
     dtype: Any
     trained: bool
-    compute: PartitionSpec = PartitionSpec()
-    stored: PartitionSpec = PartitionSpec()
-    grads: PartitionSpec = PartitionSpec()
+    compute: PartitionSpec = WHOLE
+    stored: PartitionSpec = WHOLE
+    grads: PartitionSpec = WHOLE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -111,8 +113,8 @@ def uniform_range(graph: LayerGraph, plan: Plan) -> tuple[int, int]:
     first_end = max((i for i, s in enumerate(stages) if s == 0), default=-1)
     if sorted(stages) != stages or first_end < 0 or set(stages) != set(range(plan.num_stages)):
         raise StrategyError(
-            f"stages {stages} do not follow the order of the layers over {plan.num_stages} stages, so they cannot run as "
-            "one program; use executor='stages'",
+            f"stages {stages} do not follow the order of the layers over {plan.num_stages} stages, so they cannot run "
+            "as one program; use executor='stages'",
             stages=tuple(stages),
         )
 
@@ -134,10 +136,10 @@ def uniform_range(graph: LayerGraph, plan: Plan) -> tuple[int, int]:
         wrong = next((s for s in inner if counts[s] != share or whole[s] != share), None)
     if wrong is not None:
         raise StrategyError(
-            f"stage {wrong} has {whole[wrong]} layers, of which {counts[wrong]} equal {graph.layers[first_end].name} (same "
-            f"operations, strategy {plan.layers[first_end].strategy}); equal layers per stage: {counts}. One program needs "
-            "the same number on every stage, with other layers only before them on the first stage and after them on the "
-            "last; plan with equal_stages, or use executor='stages'",
+            f"stage {wrong} has {whole[wrong]} layers, of which {counts[wrong]} equal {graph.layers[first_end].name} "
+            f"(same operations, strategy {plan.layers[first_end].strategy}); equal layers per stage: {counts}. One "
+            "program needs the same number on every stage, with other layers only before them on the first stage and "
+            "after them on the last; plan with equal_stages, or use executor='stages'",
             stage=wrong,
             counts=tuple(counts),
         )
@@ -265,15 +267,14 @@ class _Inputs:
 
 def _slots(graph: LayerGraph, layers: Sequence[Layer], sharding: LayerSharding) -> tuple[tuple[Slot, ...], list[int]]:
     """What travels, and for each read of a layer the slot it is."""
-    inside = {v for layer in layers for v in layer.writes}
     slots: list[Slot] = []
     of_read: list[int] = []
     for j, value in enumerate(layers[0].reads):
         output = _chained(layers, j)
         if output is None and len({layer.reads[j] for layer in layers}) > 1:
             raise StrategyError(
-                f"layers {layers[0].name} to {layers[-1].name} are wired unequally: their input number {j} does not come "
-                "from the layer before in all of them, so they cannot run as one program; use executor='stages'",
+                f"layers {layers[0].name} to {layers[-1].name} are wired unequally: their input number {j} does not "
+                "come from the layer before in all of them, so they cannot run as one program; use executor='stages'",
                 layer=layers[0].name,
             )
         of_read.append(len(slots))
@@ -282,7 +283,9 @@ def _slots(graph: LayerGraph, layers: Sequence[Layer], sharding: LayerSharding) 
     after = _read_after(graph, layers)
     held = {s.value for s in slots if s.kind == "relay"}
     before = [v for v in after if graph.producer[v] < layers[0].index and v not in held]
-    slots += [_slot(graph.values[v], "relay", v, None, _batch_spec(graph.values[v], sharding, layers[0], graph)) for v in before]
+    for v in before:
+        spec = _batch_spec(graph.values[v], sharding, layers[0], graph)
+        slots.append(_slot(graph.values[v], "relay", v, None, spec))
     chained = {s.output for s in slots if s.kind == "chain"}
     for i, value in enumerate(layers[0].writes):
         taken = [layer.writes[i] in after for layer in layers]
@@ -299,7 +302,6 @@ def _slots(graph: LayerGraph, layers: Sequence[Layer], sharding: LayerSharding) 
                     spec=PartitionSpec(None, *sharding.writes[i]),
                 )
             )
-    assert not inside & set(before), "values of the run are not relays"
     return tuple(slots), of_read
 
 
@@ -330,7 +332,7 @@ def _chained(layers: Sequence[Layer], j: int) -> int | None:
     """Which output of the layer before is input j of every layer but the first."""
     if len(layers) == 1:
         return 0 if len(layers[0].writes) == 1 else None
-    found = {a.writes.index(b.reads[j]) if b.reads[j] in a.writes else None for a, b in zip(layers, layers[1:], strict=False)}
+    found = {a.writes.index(b.reads[j]) if b.reads[j] in a.writes else None for a, b in pairwise(layers)}
     return found.pop() if len(found) == 1 else None
 
 
@@ -353,8 +355,3 @@ def _leaving(layers: Sequence[Layer], slots: Sequence[Slot]) -> dict[int, tuple[
         if slot.kind == "chain" and slot.output is not None:
             found[layers[-1].writes[slot.output]] = (s, None)
     return found
-
-
-def empty_slot(slot: Slot) -> jax.Array:
-    """Zeros of a slot's shape."""
-    return jnp.zeros(slot.shape, slot.dtype)

@@ -21,7 +21,8 @@ from uniap_jax.core.plan import Plan
 from uniap_jax.core.sharding import LayerSharding, layer_sharding
 from uniap_jax.core.strategy import Strategy
 from uniap_jax.runtime.uniform_run import Run, Slot, Weight
-from uniap_jax.runtime.uniform_stage import STAGE
+from uniap_jax.runtime.uniform_stage import EVERYWHERE, STAGE
+from uniap_jax.runtime.uniform_static import with_static_reads
 
 
 def scan_layer(graph: LayerGraph, plan: Plan) -> int | None:
@@ -60,15 +61,16 @@ def split_scan(graph: LayerGraph, index: int, strategy: Strategy) -> ScanParts:
     Raises:
         StrategyError: the loop runs backwards, or over values that come from the batch.
     """
-    layer = graph.layers[index]
-    cut = _Cut(graph, layer)
+    cut = _Cut(graph, with_static_reads(graph, graph.layers[index]))
     before, inside, after = cut.layers()
     pieces = [piece for piece in (before, inside, after) if piece is not None]
-    layers = [*graph.layers[:index], *pieces, *graph.layers[index + 1 :]]
-    origin = [*range(index), *([index] * len(pieces)), *range(index + 1, len(graph.layers))]
+    later = [*pieces, *graph.layers[index + 1 :]]
+    early = _read_by(graph.layers[:index], later, graph.results)
+    origin = [*early, *([index] * len(pieces)), *range(index + 1, len(graph.layers))]
+    layers = [*(graph.layers[i] for i in early), *later]
     numbered = tuple(replace(piece, index=i) for i, piece in enumerate(layers))
     whole = replace(graph, layers=numbered, values=(*graph.values, *cut.new_values))
-    first = index + (before is not None)
+    first = len(early) + (before is not None)
     return ScanParts(
         graph=whole,
         first=first,
@@ -76,6 +78,16 @@ def split_scan(graph: LayerGraph, index: int, strategy: Strategy) -> ScanParts:
         origin=tuple(origin),
         run=_run(whole, numbered[first], cut, strategy),
     )
+
+
+def _read_by(early: Sequence[Layer], later: Sequence[Layer], results: Sequence[int]) -> list[int]:
+    """Early layers that somebody still reads."""
+    wanted, kept = {*results, *(v for layer in later for v in layer.reads)}, []
+    for layer in reversed(early):
+        if wanted & set(layer.writes):
+            kept.append(layer.index)
+            wanted |= set(layer.reads)
+    return kept[::-1]
 
 
 class _Cut:
@@ -119,8 +131,8 @@ class _Cut:
 
     def _refuse(self, why: str) -> None:
         raise StrategyError(
-            f"the loop over {self.eqn.params['length']} layers in {self.layer.name} cannot be split over stages: {why}; "
-            "use one stage, or unroll the layers",
+            f"the loop over {self.eqn.params['length']} layers in {self.layer.name} cannot be split over stages: "
+            f"{why}; use one stage, or unroll the layers",
             layer=self.layer.name,
         )
 
@@ -182,7 +194,7 @@ class _Cut:
         for e in self.rest:
             if e.outvars[0] in self.downstream:
                 wanted += [v for v in variables(e.invars) if v in upstream and v in self.trained]
-        wanted += [v for v in self._outputs_before()]
+        wanted += self._outputs_before()
         return [v for v in dict.fromkeys(variables(wanted)) if v in upstream]
 
     def _number(self, atom: Any) -> int:
@@ -193,19 +205,19 @@ class _Cut:
         rows = self.graph.batch_size // self.graph.num_microbatches
         shape = tuple(atom.aval.shape)
         dim = next((d for d, size in enumerate(shape) if size == rows), None)
-        self.new_values.append(Value(shape=shape, dtype=atom.aval.dtype, batch_dim=dim, name=f"inside {self.layer.name}"))
+        name = f"inside {self.layer.name}"
+        self.new_values.append(Value(shape=shape, dtype=atom.aval.dtype, batch_dim=dim, name=name))
         if isinstance(atom, Var):
             self.values[atom] = number
         return number
 
     def _part(self, what: str, outs: list[Any], writes: list[int], eqns: Sequence[JaxprEqn]) -> Layer:
-        known = {v for v in self.values if what != "before the loop" or self._read(v)}
-        stop = set() if what == "before the loop" else known
-        usable = [e for e in eqns if not any(v in stop for v in e.outvars) or e is self.eqn]
-        kept, free = live_eqns(usable, outs)
+        """Equations that make some values, from what has a number in the graph by then."""
+        stop = set() if what == "before the loop" else set(self.values) - set(variables(outs))
+        kept, _ = live_eqns([e for e in eqns if not any(v in stop for v in e.outvars)], outs)
         inside = {v for e in kept for v in e.outvars}
-        order = [v for v in dict.fromkeys([*(v for e in kept for v in variables(e.invars)), *variables(outs)])]
-        order = [v for v in order if v not in inside]
+        read = dict.fromkeys([*(v for e in kept for v in variables(e.invars)), *variables(outs)])
+        order = [v for v in read if v not in inside]
         params = [v for v in order if v in self.params]
         operands = [v for v in order if v in self.operands]
         reads = [v for v in order if v not in self.params and v not in self.operands]
@@ -264,7 +276,8 @@ def _run(graph: LayerGraph, layer: Layer, cut: _Cut, strategy: Strategy) -> Run:
             chained = turn >= 0
             number = cut.entering[turn] if chained else cut.values[atom]
             sources.append(("slot", len(slots)))
-            slots.append(_slot(graph, number, "chain" if chained else "relay", turn if chained else None, layout.compute))
+            how = ("chain", turn) if chained else ("relay", None)
+            slots.append(_slot(graph, number, *how, layout.compute))
         else:
             operand = graph.operands[cut.operands[atom]]
             sources.append((operand.kind, operand.leaf))
@@ -322,10 +335,10 @@ def _slot(graph: LayerGraph, number: int, kind: str, output: int | None, spec: P
 class _Layout:
     """Layout of one input of a turn."""
 
-    compute: PartitionSpec = PartitionSpec()
-    stored: PartitionSpec = PartitionSpec()
-    grads: PartitionSpec = PartitionSpec()
-    optimizer: PartitionSpec = PartitionSpec()
+    compute: PartitionSpec = EVERYWHERE
+    stored: PartitionSpec = EVERYWHERE
+    grads: PartitionSpec = EVERYWHERE
+    optimizer: PartitionSpec = EVERYWHERE
 
 
 def _body_sharding(
@@ -333,7 +346,10 @@ def _body_sharding(
 ) -> tuple[LayerSharding, list[_Layout]]:
     """One turn of the loop as a layer under the strategy."""
     body, rows = open_jaxpr(cut.body), graph.batch_size // graph.num_microbatches
-    trained = [isinstance(a, Var) and a in cut.trained and k in ("stacked", "shared") for a, k in zip(cut.eqn.invars, kinds, strict=True)]
+    trained = [
+        isinstance(atom, Var) and atom in cut.trained and kind in ("stacked", "shared")
+        for atom, kind in zip(cut.eqn.invars, kinds, strict=True)
+    ]
     groups: tuple[list[int], list[int], list[int]] = ([], [], [])
     for i, (t, kind) in enumerate(zip(trained, kinds, strict=True)):
         groups[0 if t else 2 if kind == "slot" else 1].append(i)
@@ -413,5 +429,5 @@ def _behind(cut: _Cut, atom: Var) -> list[Var]:
     """Parameters of the same shape that a value is made from: itself, or what a cast reads."""
     if atom in cut.params:
         return [atom]
-    eqns, free = live_eqns(cut.rest, [atom])
+    _, free = live_eqns(cut.rest, [atom])
     return [v for v in cut.params if v in free and v.aval.shape == atom.aval.shape]

@@ -125,7 +125,10 @@ class StageTicks:
             grads, own, common = self._layers_backward(
                 _local(stacked), shared, self._rows(rows, i), i, _local(kept), grads, stage
             )
-            added = [[_add(t, g, valid) for t, g in zip(_local(total), new, strict=True)] for total, new in zip(totals, (own, common), strict=True)]
+            added = [
+                [_add(t, g, valid) for t, g in zip(_local(total), new, strict=True)]
+                for total, new in zip(totals, (own, common), strict=True)
+            ]
             leaving = [self._emit(x, s, 0) for x, s in zip(grads, slots, strict=True)]
             return _wide(self._pass(grads, -1)), leaving, (_wide(added[0]), _wide(added[1]))
 
@@ -169,7 +172,14 @@ class StageTicks:
         return lax.scan(one, slots, (jnp.arange(per_stage, dtype=jnp.int32), stacked))
 
     def _layers_backward(
-        self, stacked: list[Any], shared: list[Any], rows: dict[int, Any], index: Any, kept: list[Any], grads: list[Any], stage: Any
+        self,
+        stacked: list[Any],
+        shared: list[Any],
+        rows: dict[int, Any],
+        index: Any,
+        kept: list[Any],
+        grads: list[Any],
+        stage: Any,
     ) -> tuple[list[Any], list[Any], list[Any]]:
         run, per_stage = self.run, self.run.count // self.num_stages
         count = len(self.layer.kept)
@@ -183,10 +193,9 @@ class StageTicks:
             found = self.layer.backward(inputs, kept, self._output_grads(grads, stage * per_stage + number))
             by_source = {source: g for source, g in zip(run.sources, found, strict=True) if g is not None}
             grads = self._retreat(grads, by_source)
-            mine = [
-                self._pin(by_source[("stacked", i)], w.grads) for i, w in enumerate(run.stacked) if _trains(w)
-            ]
-            added = [t + by_source[("shared", i)].astype(t.dtype) for t, i in zip(common, self.trained_shared, strict=True)]
+            mine = [self._pin(by_source[("stacked", i)], w.grads) for i, w in enumerate(run.stacked) if _trains(w)]
+            theirs = [by_source[("shared", i)] for i in self.trained_shared]
+            added = [t + g.astype(t.dtype) for t, g in zip(common, theirs, strict=True)]
             return (grads, added), mine
 
         zeros = [jnp.zeros(run.shared[i].shape, accumulator_dtype(run.shared[i].dtype)) for i in self.trained_shared]
@@ -204,7 +213,9 @@ class StageTicks:
         """Stacked weights that have gradients."""
         return tuple(i for i, w in enumerate(self.run.stacked) if _trains(w))
 
-    def _inputs(self, stacked: list[Any], shared: list[Any], rows: dict[int, Any], index: Any, slots: Sequence[Any]) -> list[Any]:
+    def _inputs(
+        self, stacked: list[Any], shared: list[Any], rows: dict[int, Any], index: Any, slots: Sequence[Any]
+    ) -> list[Any]:
         """Inputs of a layer's body, laid out as it computes with them; None where a slot is not there."""
 
         def one(kind: str, i: int) -> Any:

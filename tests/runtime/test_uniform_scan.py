@@ -1,0 +1,181 @@
+"""Loops over layers split over stages: parameters keep the user's layout, [layers, ...], one share a stage."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax import lax
+
+import uniform_support as support
+from uniap_jax.core.errors import StrategyError
+from uniap_jax.frontend import trace
+from uniap_jax.runtime.uniform import compile_uniform
+
+
+def check(case: support.Case, plan: Any) -> support.Difference:
+    found = support.difference(case, plan)
+    assert found.loss <= support.LOSS_TOLERANCE
+    assert found.grad <= support.GRAD_TOLERANCE, found.leaf
+    assert found.output <= 1e-3
+    return found
+
+
+def looped(case: support.Case, num_stages: int, num_microbatches: int, strategy: str, schedule: str) -> Any:
+    """The loop and what is before it on the first stage, the rest on the last."""
+    loop = next(x.index for x in case.graph.layers if any(e.primitive.name == "scan" for e in x.jaxpr.jaxpr.eqns))
+    stages = [0 if layer.index <= loop else num_stages - 1 for layer in case.graph.layers]
+    return support.pinned(case.graph, num_stages, num_microbatches, strategy, schedule, stages=stages)
+
+
+def test_linen_scan_with_remat_and_dropout() -> None:
+    case = support.make_case(support.gpt(scan=True, remat=True))
+    check(case, looped(case, 4, 1, "data=2", "one_f_one_b"))
+
+
+def test_linen_scan_in_microbatches() -> None:
+    case = support.make_case(support.gpt(scan=True, remat=True, dropout=0.0))
+    found = check(case, looped(case, 2, 4, "fsdp=2,tensor=2", "one_f_one_b"))
+    stacked = [
+        (value, sharding)
+        for value, sharding in zip(case.graph.step.state, found.program.state_shardings, strict=True)
+        if "blocks" in value.name
+    ]
+    assert len(stacked) == 3 * 11  # parameters and both moments of AdamW
+    assert all(sharding.spec[0] == "stage" for _, sharding in stacked)
+
+
+def plain(*, reverse: bool = False, batched: bool = False, before: bool = True) -> tuple[Any, Any, Any]:
+    """`lax.scan` over stacked weights, with a shared bias, a mask from the batch, a cast and collected statistics."""
+    rng, width, layers = np.random.default_rng(0), 16, 4
+
+    def weight(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.normal(size=shape) / np.sqrt(shape[-2] if len(shape) > 1 else 1), jnp.float32)
+
+    params = {"in": weight(8, width), "w": weight(layers, width, width), "bias": weight(width), "out": weight(width, 4)}
+    tx = optax.sgd(0.1, momentum=0.9)
+
+    def step(state: Any, batch: Any) -> Any:
+        params, moments = state
+
+        def loss(params: Any) -> Any:
+            first = jnp.tanh(batch["x"] @ params["in"])
+            gate = jax.nn.sigmoid(batch["x"] @ params["in"])
+            numbers = jnp.arange(layers, dtype=jnp.float32)
+            extra = jnp.broadcast_to(first, (layers, *first.shape)) if batched else numbers
+
+            def turn(x: Any, own: tuple[Any, Any]) -> Any:
+                w, e = own
+                h = jax.nn.relu(x @ w) * batch["mask"][:, None] + params["bias"]
+                return x + h * gate + 0.01 * e, jnp.mean(h**2)
+
+            x, terms = lax.scan(turn, first, (params["w"] * 1.5, extra), reverse=reverse)
+            error = jnp.mean(((x + (first if before else 0.0)) @ params["out"] - batch["y"]) ** 2)
+            return error + 0.1 * terms.sum(), terms
+
+        (value, terms), grads = jax.value_and_grad(loss, has_aux=True)(params)
+        updates, moments = tx.update(grads, moments, params)
+        return (optax.apply_updates(params, updates), moments), {"loss": value, "terms": terms}
+
+    batch = {
+        "x": rng.normal(size=(8, 8)).astype(np.float32),
+        "y": rng.normal(size=(8, 4)).astype(np.float32),
+        "mask": (rng.random(8) > 0.3).astype(np.float32),
+    }
+    return (params, tx.init(params)), step, batch
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "one_f_one_b"])
+def test_plain_scan_with_all_that_can_hang_on_it(schedule: str) -> None:
+    case = support.make_case(plain())
+    found = check(case, looped(case, 4, 1, "data=2", schedule))
+    run = found.program.pipeline.stages.run
+    assert {s.kind for s in run.slots} == {"chain", "relay", "extra"}
+    w = next(p for p, v in enumerate(case.graph.params) if v.shape == (4, 16, 16))
+    leaf = case.graph.step.param_leaf[w]
+    assert leaf is not None
+    assert found.program.state_shardings[leaf].spec[0] == "stage"
+
+
+class Turn(nnx.Module):
+    """A residual turn with dropout and batch normalisation, whose statistics and keys change inside the loop."""
+
+    def __init__(self, width: int, *, rngs: nnx.Rngs) -> None:
+        self.linear = nnx.Linear(width, width, rngs=rngs)
+        self.norm = nnx.BatchNorm(width, rngs=rngs)
+        self.dropout = nnx.Dropout(0.2, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x + self.dropout(nnx.relu(self.norm(self.linear(x))))
+
+
+class Stack(nnx.Module):
+    def __init__(self, width: int, layers: int, *, rngs: nnx.Rngs) -> None:
+        @nnx.split_rngs(splits=layers)
+        @nnx.vmap(in_axes=(0,), out_axes=0)
+        def create(rngs: nnx.Rngs) -> Turn:
+            return Turn(width, rngs=rngs)
+
+        self.entry = nnx.Linear(8, width, rngs=rngs)
+        self.turns = create(rngs)
+        self.exit = nnx.Linear(width, 4, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        def forward(x: jax.Array, turn: Turn) -> jax.Array:
+            return turn(x)
+
+        return self.exit(forward(self.entry(x), self.turns))
+
+
+def nnx_stack() -> tuple[Any, Any, Any]:
+    model = Stack(16, 4, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1, momentum=0.9), wrt=nnx.Param)
+
+    def step(state: Any, batch: Any) -> Any:
+        model, optimizer = state
+
+        def loss(model: Stack) -> jax.Array:
+            return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
+
+        value, grads = nnx.value_and_grad(loss)(model)
+        optimizer.update(model, grads)
+        return state, {"loss": value}
+
+    rng = np.random.default_rng(0)
+    batch = {"x": rng.normal(size=(8, 8)).astype(np.float32), "y": rng.normal(size=(8, 4)).astype(np.float32)}
+    return (model, optimizer), step, batch
+
+
+def test_nnx_scan_with_statistics_that_change() -> None:
+    case = support.make_case(nnx_stack())
+    step = case.graph.step
+    changed = [v.name for v, leaf in zip(step.outputs, step.output_leaf, strict=True) if leaf is not None]
+    assert any("mean" in name for name in changed)
+    check(case, looped(case, 2, 1, "data=2", "gpipe"))
+
+
+def test_loops_that_cannot_be_split_say_why() -> None:
+    for built, why in ((plain(reverse=True), "backwards"), (plain(batched=True), "computed from the batch")):
+        state, step, batch = built
+        graph = trace(step, state, batch)
+        plan = support.pinned(graph, 4, 1, "data=2", "gpipe", stages=[0] * len(graph.layers))
+        with pytest.raises(StrategyError, match=why):
+            compile_uniform(graph, plan, jax.devices())
+
+
+def test_compile_time_and_program_do_not_grow_with_depth() -> None:
+    sizes = []
+    for layers in (4, 16):
+        state, step, batch = support.gpt(scan=True, dropout=0.0, layers=layers)
+        graph = trace(step, state, batch)
+        stages = [0] * (len(graph.layers) - 1) + [3]
+        plan = support.pinned(graph, 4, 2, "data=2", "one_f_one_b", stages=stages)
+        lowered = compile_uniform(graph, plan, jax.devices()).lower()
+        sizes.append(len(lowered.as_text().splitlines()))
+    assert sizes[0] == sizes[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -18,19 +19,29 @@ from runtime_support import (
     assert_as_one_device,
     decoder_state,
     decoder_step,
+    make_plan,
     token_batch,
+    worst,
 )
+from uniap_jax import frontend, runtime
 
 FOUR = ("data=4", "fsdp=4", "fsdp=4,zero=1", "fsdp=4,zero=2", "tensor=4", "data=2,tensor=2", "fsdp=2,tensor=2")
 MIXED = ("data=4", "data=2,tensor=2", "fsdp=4,keep=inputs", "data=2,fsdp=2,zero=2", "fsdp=2,tensor=2,zero=1,keep=dots")
+
+
+def quick(first: Sequence[Any], second: Sequence[Any], fast: set[tuple[Any, Any]]) -> list[Any]:
+    """Every pair; those that are not in `fast` only run with the slow tests."""
+    pairs = [(a, b) for a in first for b in second]
+    return [pytest.param(*p, marks=() if p in fast else pytest.mark.slow) for p in pairs]
 
 
 def sgd() -> Any:
     return decoder_state(optax.sgd(0.5, momentum=0.9))
 
 
-@pytest.mark.parametrize("strategy", FOUR)
-@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize(
+    ("strategy", "microbatches"), quick(FOUR, [1, 2], {("fsdp=4", 1), ("tensor=4", 1), ("data=4", 2)})
+)
 def test_one_stage(strategy: str, microbatches: int) -> None:
     assert_as_one_device(decoder_step, sgd, token_batch(), microbatches=microbatches, strategies=strategy)
 
@@ -40,17 +51,21 @@ def test_one_stage_mixture(microbatches: int) -> None:
     assert_as_one_device(decoder_step, sgd, token_batch(), microbatches=microbatches, strategies=MIXED)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "one_f_one_b"])
-@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize(
+    ("schedule", "microbatches"), quick(["gpipe", "one_f_one_b"], [1, 2], {("gpipe", 2), ("one_f_one_b", 2)})
+)
 def test_two_stages_mixture(schedule: str, microbatches: int) -> None:
     assert_as_one_device(
         decoder_step, sgd, token_batch(), stages=2, microbatches=microbatches, schedule=schedule, strategies=MIXED
     )
 
 
-@pytest.mark.parametrize("strategy", ["data=2", "fsdp=2", "tensor=2", "fsdp=2,zero=1,keep=inputs"])
-def test_four_stages(strategy: str) -> None:
-    assert_as_one_device(decoder_step, sgd, token_batch(), stages=4, microbatches=4, strategies=strategy)
+@pytest.mark.parametrize(
+    ("strategy", "microbatches"),
+    quick(["data=2", "fsdp=2", "tensor=2", "fsdp=2,zero=1,keep=inputs"], [1, 4], {("fsdp=2", 4)}),
+)
+def test_four_stages(strategy: str, microbatches: int) -> None:
+    assert_as_one_device(decoder_step, sgd, token_batch(), stages=4, microbatches=microbatches, strategies=strategy)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "one_f_one_b"])
@@ -66,13 +81,11 @@ def test_stages_of_unequal_size() -> None:
     )
 
 
-@pytest.mark.parametrize("plan", [{"strategies": "data=4"}, {"stages": 2, "strategies": "data=2"}])
-@pytest.mark.parametrize("microbatches", [1, 4])
-def test_dropout_is_the_whole_batchs(plan: dict[str, Any], microbatches: int) -> None:
-    model = Decoder(dropout=0.5)
-    batch = token_batch(16)
+@pytest.mark.parametrize(("stages", "microbatches"), quick([1, 2], [1, 4], {(1, 4), (2, 4)}))
+def test_dropout_is_the_whole_batchs(stages: int, microbatches: int) -> None:
+    state = decoder_state(optax.sgd(0.5), Decoder(dropout=0.5))
     assert_as_one_device(
-        decoder_step, lambda: decoder_state(optax.sgd(0.5), model), batch, microbatches=microbatches, **plan
+        decoder_step, lambda: state, token_batch(), stages=stages, microbatches=microbatches, strategies="data=2"
     )
 
 
@@ -170,8 +183,6 @@ def nnx_step(model: Any, optimizer: Any, batch: jax.Array) -> jax.Array:
 
 @pytest.mark.parametrize("plan", [{"strategies": "data=4"}, {"stages": 2, "strategies": "data=2", "microbatches": 2}])
 def test_case_37_nnx_objects_are_changed_in_place(plan: dict[str, Any]) -> None:
-    from runtime_support import make_plan, worst
-    from uniap_jax import frontend, runtime
 
     def make() -> tuple[Any, Any]:
         model = Perceptron(nnx.Rngs(0))

@@ -56,7 +56,10 @@ CHAINS: dict[str, tuple[Callable[[], Any], float]] = {
 }
 
 
-@pytest.mark.parametrize("name", CHAINS)
+SLOW = ("two_clips", "masked_decay", "inject_hyperparams", "ema_of_updates", "adafactor", "noise")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in CHAINS])
 def test_chains(name: str) -> None:
     make, atol = CHAINS[name]
     step, _ = assert_as_one_device(decoder_step, lambda: decoder_state(make()), token_batch(), atol=atol, **TWO)

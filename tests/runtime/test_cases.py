@@ -1,0 +1,150 @@
+"""What people run into when they hand a train step of their own to a parallel runtime."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from runtime_support import WIDTH, Decoder, assert_as_one_device, decoder_state, decoder_step, make_plan, token_batch
+from uniap_jax import frontend, runtime
+from uniap_jax.core.errors import PlanMismatchError
+
+PLANS: list[dict[str, Any]] = [{"strategies": "data=2", "microbatches": 2}, {"stages": 2}]
+
+
+def linear_batch() -> np.ndarray:
+    return np.random.RandomState(0).randn(8, 6).astype(np.float32)
+
+
+def weights() -> dict[str, Any]:
+    return {"a": jnp.full((6, 5), 0.1), "b": jnp.full((5, 4), 0.2)}
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_case_14_plain_grad(plan: dict[str, Any]) -> None:
+    def train_step(params: Any, batch: Any) -> Any:
+        grads = jax.grad(lambda p: jnp.mean(jnp.tanh(batch @ p["a"]) @ p["b"]))(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), grads
+
+    assert_as_one_device(train_step, weights, linear_batch(), **plan)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_case_36_a_closed_over_configuration(plan: dict[str, Any]) -> None:
+    config = {"rate": 0.25, "table": np.arange(5, dtype=np.float32), "scale": jnp.float32(2.0)}
+
+    def train_step(params: Any, batch: Any) -> Any:
+        def loss_fn(p: Any) -> jax.Array:
+            return config["scale"] * jnp.mean((jnp.tanh(batch @ p["a"]) + config["table"]) @ p["b"])
+
+        loss, grads = jax.value_and_grad(loss_fn)(params)
+        return jax.tree.map(lambda p, g: p - config["rate"] * config["scale"] * g, params, grads), loss
+
+    assert_as_one_device(train_step, weights, linear_batch(), **plan)
+
+
+def test_case_26_no_device_draws_the_whole_mask() -> None:
+    state = decoder_state(optax.sgd(0.1), Decoder(dropout=0.5))
+    graph = frontend.trace(decoder_step, state, token_batch(16))
+    step = runtime.compile(graph, make_plan(graph, strategies="data=8"))
+    (program,) = step.programs
+    drawn = {tuple(map(int, s.split(","))) for s in re.findall(r"u32\[([\d,]+)\]", program.compiled.as_text())}
+    sizes = [int(np.prod(s)) for s in drawn]
+    assert 16 * 4 * WIDTH // 8 in sizes
+    assert not any(int(np.prod(s)) >= 16 * 4 * WIDTH for s in drawn)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_case_50_a_smaller_last_batch_is_refused_by_name(plan: dict[str, Any]) -> None:
+    graph = frontend.trace(decoder_step, decoder_state(optax.sgd(0.1)), token_batch())
+    state = decoder_state(optax.sgd(0.1))
+    graph = frontend.trace(decoder_step, state, token_batch())
+    step = runtime.compile(graph, make_plan(graph, **plan))
+    with pytest.raises(PlanMismatchError) as caught:
+        step(state, token_batch(4))
+    assert caught.value.shape == (4, 4)
+    assert caught.value.expected == (8, 4)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_case_50_a_python_number_as_learning_rate(plan: dict[str, Any]) -> None:
+    def train_step(params: Any, batch: Any, rate: float) -> Any:
+        loss, grads = jax.value_and_grad(lambda p: jnp.mean(jnp.tanh(batch @ p["a"]) @ p["b"]))(params)
+        return jax.tree.map(lambda p, g: p - rate * g, params, grads), loss
+
+    batch = linear_batch()
+    graph = frontend.trace(train_step, weights(), batch, 0.1)
+    step = runtime.compile(graph, make_plan(graph, **plan))
+    state: Any = (weights(), 0.1)
+    expected = weights()
+    current = step.place(weights(), batch, 0.1)[0]
+    for rate in (0.1, 0.5, 1):
+        current, loss = step(current, batch, rate)
+        expected, want = jax.jit(lambda *a: train_step(*a))(expected, batch, rate)
+        np.testing.assert_allclose(loss, want, rtol=1e-5)
+    assert state[1] == 0.1
+    np.testing.assert_allclose(current["a"], expected["a"], rtol=1e-5)
+
+
+def sum_step(params: Any, batch: Any) -> Any:
+    """A loss that is a sum over examples: gradients of micro-batches add up."""
+    loss, grads = jax.value_and_grad(lambda p: jnp.sum(jnp.tanh(batch @ p["a"]) @ p["b"]))(params)
+    return jax.tree.map(lambda p, g: p - 0.01 * g, params, grads), {"loss": loss, "grads": grads}
+
+
+@pytest.mark.parametrize("plan", [{"microbatches": 4}, {"stages": 2, "microbatches": 4}])
+def test_a_loss_that_is_a_sum(plan: dict[str, Any]) -> None:
+    assert_as_one_device(sum_step, weights, linear_batch(), atol=1e-5, **plan)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_parameters_cast_before_the_loss(plan: dict[str, Any]) -> None:
+    """Master weights in f32, differentiated in bf16: the gradient belongs to the cast, the update to the master."""
+
+    def train_step(params: Any, batch: Any) -> Any:
+        half = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
+
+        def loss_fn(p: Any) -> jax.Array:
+            return jnp.mean((jnp.tanh(batch.astype(jnp.bfloat16) @ p["a"]) @ p["b"]).astype(jnp.float32) ** 2)
+
+        loss, grads = jax.value_and_grad(loss_fn)(half)
+        return jax.tree.map(lambda p, g: p - 0.1 * g.astype(jnp.float32), params, grads), loss
+
+    step, state = assert_as_one_device(train_step, weights, linear_batch(), rtol=2e-2, atol=2e-3, **plan)
+    assert state["a"].dtype == jnp.float32
+    assert step.graph.step.param_leaf == (None, None)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_frozen_parameters_and_unused_ones(stages: int) -> None:
+    """What is not differentiated is read as it is, on the stage that reads it; what is not read stays as it was."""
+
+    def make_state() -> Any:
+        return {"train": weights(), "frozen": jnp.full((5, 5), 0.3), "unused": jnp.ones(3)}
+
+    def train_step(state: Any, batch: Any) -> Any:
+        def loss_fn(p: Any) -> jax.Array:
+            return jnp.mean((jnp.tanh(jnp.tanh(batch @ p["a"]) @ state["frozen"]) @ p["b"]) ** 2)
+
+        loss, grads = jax.value_and_grad(loss_fn)(state["train"])
+        return {**state, "train": jax.tree.map(lambda p, g: p - 0.1 * g, state["train"], grads)}, loss
+
+    assert_as_one_device(train_step, make_state, linear_batch(), stages=stages)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_parameter_that_the_loss_ignores(stages: int) -> None:
+    def make_state() -> Any:
+        return {**weights(), "ignored": jnp.ones((2, 2))}
+
+    def train_step(params: Any, batch: Any) -> Any:
+        loss, grads = jax.value_and_grad(lambda p: jnp.mean(jnp.tanh(batch @ p["a"]) @ p["b"]))(params)
+        return jax.tree.map(lambda p, g: 0.9 * p - 0.1 * g, params, grads), (loss, grads)
+
+    assert_as_one_device(train_step, make_state, linear_batch(), stages=stages, microbatches=2)

@@ -14,7 +14,7 @@ GIB = 2.0**30
 HEADER = ("stage", "devices", "layers", "strategy", "time", "memory")
 SCHEDULE_NAMES = {"gpipe": "GPipe", "one_f_one_b": "1F1B"}
 SOURCE_NAMES = {
-    "measured": "measured on these devices",
+    "measured": "from layers measured on these devices",
     "compiled": "from compiled programs, without a clock",
     "described": "from described rates and links, nothing measured",
 }

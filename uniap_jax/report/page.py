@@ -99,7 +99,10 @@ def _timeline_legend() -> str:
             ("update", "once per step: gradient synchronisation, update"),
         )
     )
-    told = "Numbers are micro-batches. The split of a stage's time into forward and backward is taken as 1 : 2."
+    told = (
+        "Numbers are micro-batches. The split of a stage's time into forward and backward is taken as 1 : 2, and passes are "
+        "laid end to end; the predicted step is the formula's and may differ from where this drawing ends."
+    )
     return f'<ul class="legend">{"".join(items)}</ul><p class="dim">{told}</p>'
 
 

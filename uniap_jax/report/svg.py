@@ -158,7 +158,7 @@ def baselines_drawing(plan: Plan) -> str:
         y = row * 26
         parts.append(text(0, y + 15, name.replace("_", " "), kind="name"))
         if seconds is None:
-            parts.append(text(label, y + 15, "no plan fits", kind="dim"))
+            parts.append(text(label, y + 15, "no plan", kind="dim"))
             continue
         parts.append(box(label, y + 3, seconds * scale, 16, kind="bar" if row == 0 else "other"))
         parts.append(text(label + seconds * scale + 6, y + 15, format_seconds(seconds), kind="dim"))

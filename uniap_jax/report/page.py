@@ -100,7 +100,7 @@ def _timeline_legend() -> str:
         )
     )
     told = (
-        "Numbers are micro-batches. The split of a stage's time into forward and backward is taken as 1 : 2, and passes are "
+        "Numbers are micro-batches. The split of a stage's time into forward and backward is taken as 1 : 2; passes are "
         "laid end to end; the predicted step is the formula's and may differ from where this drawing ends."
     )
     return f'<ul class="legend">{"".join(items)}</ul><p class="dim">{told}</p>'

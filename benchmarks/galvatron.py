@@ -1,6 +1,6 @@
 """Our search on the planning instances of Hetu-Galvatron's shipped profiles, against what its own search found.
 
-    python benchmarks/galvatron.py FOLDER [NAME ...]
+    python -m benchmarks.galvatron FOLDER [NAME ...]
 
 FOLDER holds `NAME.json` (an instance), `price.py` (Galvatron's cost model restated; it prices every plan here, ours and
 theirs) and `results/NAME.search.json` (Galvatron's plan with the CPU seconds of its search). One line per instance.

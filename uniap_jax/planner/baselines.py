@@ -220,14 +220,26 @@ def layerwise_dp(tables: CostTables) -> Assignment | None:
     cuts = balanced_cuts(weights, num_stages)
     if cuts is None or np.isnan(weights).any():
         return None
-    stage, strategy = [], []
+    return fill_stages(chain, cuts)
+
+
+def fill_stages(chain: Chain, cuts: list[int]) -> Assignment | None:
+    """Strategies for given stages by a dynamic program over layers; None where a stage does not fit."""
+    stage: list[int] = []
+    strategy: list[int] = []
     for i, (a, b) in enumerate(itertools.pairwise(cuts)):
-        inner = _knapsack(chain, i, a, b)
+        inner = _knapsack(chain, i, a, b) or _leanest(chain, i, a, b)
         if inner is None:
             return None
         stage += [i] * len(inner)
         strategy += inner
     return Assignment(stage=tuple(stage), strategy=tuple(strategy))
+
+
+def _leanest(chain: Chain, i: int, a: int, b: int) -> list[int] | None:
+    """The strategies of least memory, where rounding to whole steps found none."""
+    memory = np.where(np.isfinite(chain.time[a:b, i]), chain.memory[a:b, i], np.inf)
+    return memory.argmin(axis=1).tolist() if memory.min(axis=1).sum() <= chain.capacity[i] else None
 
 
 def _knapsack(chain: Chain, i: int, a: int, b: int) -> list[int] | None:

@@ -212,6 +212,27 @@ def _sums(chain: Chain, stages: list[int], strategies: list[int]) -> _Sums:
     return _Sums(time=time, link=link, iteration=iteration, memory=memory)
 
 
+def separable_bound(chain: Chain, *, upper: float) -> tuple[float, Multipliers]:
+    """The Lagrangian bound without edges: one minimum per kind of layer, so any number of layers costs the same.
+
+    Returns:
+        the best bound over a geometric row of common memory prices, and the prices.
+    """
+    num_stages, even = chain.shape[1], first_multipliers(chain)
+    _, first, number = np.unique(chain.kinds, return_index=True, return_counts=True)
+    work = (1 + even.time)[None, :, None] * chain.time[first] + even.iteration[None, :, None] * chain.iteration[first]
+    memory, room = chain.memory[first], float(chain.capacity.sum())
+    unit = float((work.min(axis=(1, 2)) * number).sum()) / room
+    best, best_price = -np.inf, 0.0
+    for price in (0.0, *(unit * 2.0**e for e in np.arange(-8, 4, 0.5))):
+        lower = float(((work + price * memory).min(axis=(1, 2)) * number).sum()) - price * room
+        if lower > best:
+            best, best_price = lower, price
+        if best >= upper:
+            break
+    return best, replace(even, memory=np.full(num_stages, best_price))
+
+
 def path_value(chain: Chain, stages: list[int], strategies: list[int]) -> float:
     """Step time of an assignment of a chain; infinite where a stage is too full."""
     sums = _sums(chain, stages, strategies)

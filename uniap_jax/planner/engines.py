@@ -46,6 +46,10 @@ class OneShot:
         if self.exact and self.plan is None:
             self.lower = math.inf
 
+    def widen(self) -> bool:
+        """It has answered."""
+        return False
+
 
 def interval(tables: CostTables) -> Refinement:
     """Exact columns on a chain; the hybrid where edges skip layers."""

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from uniap_jax.core.costs import Assignment, CostTables
-from uniap_jax.planner.baselines import layerwise_dp
-from uniap_jax.planner.bounds import Multipliers, lagrangian_bound, path_value
+from uniap_jax.planner.baselines import fill_stages, layerwise_dp
+from uniap_jax.planner.bounds import Multipliers, lagrangian_bound, path_value, separable_bound
 from uniap_jax.planner.chain import Chain, chain_of
 from uniap_jax.planner.clock import Clock
 from uniap_jax.planner.columns import MAX_LABELS, grow_columns
@@ -28,6 +28,8 @@ FIRST_TARGET = 2e-3
 
 TARGET_GROWTH = 8.0
 PROBE_LABELS = 2_000
+WIDER = 5
+MOST_LABELS = 300_000
 NEARER = 2.0
 NEAREST = 1e-5
 NEAR = 1.1
@@ -35,6 +37,10 @@ NEAR = 1.1
 
 ASCENT_STEPS = 10
 HINTED_STEPS = 3
+FIRST_WIDTH = 2
+TOO_MANY = 20_000_000
+"""Arcs (layers × stages × strategies²) beyond which the Lagrangian bound over all layers at once is not computed."""
+
 MASTER_COLUMNS = 3_000
 """Columns above which the master is left to the path search alone."""
 
@@ -81,6 +87,7 @@ class ChainRefinement:
     _probed: bool = False
     _crowded: bool = False
     _crowded_at: float = np.inf
+    _room: int = MAX_LABELS
 
     @property
     def prices(self) -> Multipliers:
@@ -99,7 +106,23 @@ class ChainRefinement:
         if not self.done and self.lower >= upper:
             self.done = True
 
+    def widen(self) -> bool:
+        """More labels per length, and a new look for a good plan with more of them."""
+        if self._room >= MOST_LABELS:
+            return False
+        self._room *= WIDER
+        self.stuck = self._crowded = self._probed = False
+        self._crowded_at = np.inf
+        return True
+
     def _ascend(self, chain: Chain, upper: float, expired: Callable[[], bool]) -> None:
+        lower, prices = separable_bound(chain, upper=upper)
+        self._chain, self._prices, self.lower = chain, prices, max(self.lower, lower)
+        if self.lower >= upper or chain.time.size * chain.shape[2] > TOO_MANY:
+            if not least_memory(self.tables).fits:
+                self.lower = np.inf
+            self.done = not np.isfinite(self.lower)
+            return
         steps = ASCENT_STEPS if self.hint is None else HINTED_STEPS
         bound = lagrangian_bound(chain, upper=upper, iterations=steps, expired=expired, start=self.hint)
         self._chain, self._prices = chain, bound.prices
@@ -114,7 +137,7 @@ class ChainRefinement:
     def _measure(self, chain: Chain, upper: float) -> None:
         """Interval bounds; how wide intervals may be follows from the best plan known."""
         if not np.isfinite(min(upper, self._value)):
-            plan = layerwise_dp(self.tables)
+            plan = self._first_plan(chain)
             if plan is not None:
                 self._offer(plan, path_value(chain, list(plan.stage), list(plan.strategy)))
         ceiling, weight = min(upper, self._value), chain.num_microbatches - 1
@@ -124,6 +147,14 @@ class ChainRefinement:
         self._base = self._intervals.bound(ceiling)[0]
         self.lower = self._base = max(self.lower, self._base)
 
+    def _first_plan(self, chain: Chain) -> Assignment | None:
+        """A plan to aim by: the cuts of an interval bound over stages of about equal size, filled layer by layer."""
+        num_layers, num_stages, _ = chain.shape
+        width = min(FIRST_WIDTH * -(-num_layers // num_stages) + 1, num_layers - num_stages + 1)
+        cuts = build_intervals(chain, self.prices, width=width).cuts(np.inf)
+        plan = fill_stages(chain, cuts) if cuts else None
+        return plan or layerwise_dp(self.tables)
+
     def _aim(self, chain: Chain, intervals: Intervals, upper: float, expired: Callable[[], bool]) -> None:
         """Columns up to the next target.
 
@@ -132,7 +163,7 @@ class ChainRefinement:
         """
         ceiling = min(upper, self._value * (1 + 1e-9))
         target = ceiling if self._distance > 10 else min(self._base * (1 + self._distance) + 1e-12, ceiling)
-        found = self._grow(chain, intervals, target, expired, MAX_LABELS)
+        found = self._grow(chain, intervals, target, expired, self._room, give_up=True)
         if found.value < np.inf and found.proved:
             self.lower, self.done = max(self.lower, found.value), True
         elif found.proved:
@@ -147,16 +178,22 @@ class ChainRefinement:
         near = found.proved and ceiling <= self.lower * NEAR
         if not (self.done or self._probed or near):
             self._probed = True
-            self._grow(chain, intervals, min(upper, self._value), expired, PROBE_LABELS)
+            labels = PROBE_LABELS * (1 + len(np.unique(chain.kinds)) // 8) * self._room // MAX_LABELS
+            self._grow(chain, intervals, min(upper, self._value), expired, labels)
 
     def _grow(
-        self, chain: Chain, intervals: Intervals, target: float, expired: Callable[[], bool], max_labels: int
+        self,
+        chain: Chain,
+        intervals: Intervals,
+        target: float,
+        expired: Callable[[], bool],
+        max_labels: int,
+        give_up: bool = False,
     ) -> _Found:
         """The best plan up to the target, and whether none below the target is missing."""
         way = guide(chain, intervals, self.prices, upper=target)
         if way is None:
             return _Found(value=np.inf, proved=True)
-        give_up = max_labels == MAX_LABELS
         columns = grow_columns(chain, way, expired=expired, max_labels=max_labels, give_up=give_up)
         network = network_of(chain, columns)
         path, finished = search_paths(network, upper=target * (1 + 1e-12), expired=expired)

@@ -16,10 +16,13 @@ import numpy as np
 
 from uniap_jax.core.costs import BoolArray, FloatArray
 from uniap_jax.planner.bounds import Multipliers
-from uniap_jax.planner.chain import Chain
+from uniap_jax.planner.chain import Chain, IntArray
 
 CHUNK = 4_000_000
 """Numbers per temporary array."""
+
+MANY = 2_000_000
+"""Places of a candidate (layers × stages × strategies) beyond which fewer prices are tried."""
 
 PRICES = (1.0, 0.0, 0.7, 1.4, 0.4, 2.2)
 """Shares of the Lagrangian memory price that are tried for every interval."""
@@ -103,8 +106,20 @@ class Intervals:
 
     def _slowest_of(self, limit: float) -> float:
         """The largest t on one path of least sum under a limit."""
+        return self._trace(limit)[0]
+
+    def cuts(self, upper: float) -> list[int]:
+        """Where the stages begin and end in the bound's own best plan; empty without one."""
+        best, least, slowest = self.bound(upper)
+        if not np.isfinite(least):
+            return []
+        weight = max(self.count - 1, 1)
+        limit = max((best - least) / weight, slowest) if np.isfinite(best) else slowest
+        return self._trace(limit * (1 + 1e-9))[1]
+
+    def _trace(self, limit: float) -> tuple[float, list[int]]:
         num_stages, num_layers, width = self.total.shape
-        reach, b, slowest = self.ahead(limit), num_layers, 0.0
+        reach, b, slowest, cuts = self.ahead(limit), num_layers, 0.0, [num_layers]
         for i in range(num_stages - 1, -1, -1):
             starts = np.arange(max(0, b - width), b)
             costs = self.total[i, starts, b - 1 - starts]
@@ -113,30 +128,36 @@ class Intervals:
             pick = int(value.argmin())
             slowest = max(slowest, float(times[pick]), float(self.link[b]))
             b = int(starts[pick])
-        return slowest
+            cuts.append(b)
+        return slowest, cuts[::-1]
 
 
-def _paths(groups: _Groups, node: FloatArray, width: int) -> FloatArray:
+def _paths(groups: _Groups, node: FloatArray, kinds: IntArray, width: int) -> FloatArray:
     """[stages, layers, widths] least sum of node and resharding costs over the strategies of every interval.
+
+    Intervals with the same kinds of layers are computed once.
 
     Args:
         groups: of the chain.
         node: [stages, layers, strategies].
+        kinds: [layers] of the chain.
         width: most layers of an interval.
     """
     num_stages, num_layers, num_strategies = node.shape
     least = np.full((num_stages, num_layers, width), np.inf)
-    some = (
-        max(1, CHUNK // (num_layers * num_strategies * groups.members.shape[1] + 1)) if num_layers > 1 else num_stages
-    )
+    some = max(1, CHUNK // (num_layers * num_strategies * groups.members.shape[1] + 1))
     for i in range(0, num_stages, some):
         part = slice(i, i + some)
-        cost = node[part]
-        least[part, :, 0] = cost.min(axis=2)
+        _, first, same = np.unique(kinds, return_index=True, return_inverse=True)
+        cost = node[part][:, first]
+        least[part, :, 0] = cost.min(axis=2)[:, same]
         for d in range(1, width):
-            # cost[i, a] belongs to the interval of d layers from a; one more layer makes it end at a + d
-            cost = groups.moved(cost[:, : num_layers - d], d) + node[part, d:]
-            least[part, : num_layers - d, d] = cost.min(axis=2)
+            # cost[i, n] belongs to an interval of d layers; one more layer makes it end at its start + d
+            key = same[: num_layers - d] * (len(kinds) + 1) + kinds[d:]
+            shorter = same
+            _, first, same = np.unique(key, return_index=True, return_inverse=True)
+            cost = groups.moved(cost[:, shorter[first]], first + d - 1) + node[part][:, first + d]
+            least[part, : num_layers - d, d] = cost.min(axis=2)[:, same]
     return least
 
 
@@ -164,11 +185,10 @@ class _Groups:
             rows[u, : len(found)] = chain.reshard[u][found]
         return _Groups(members=members, rows=rows)
 
-    def moved(self, cost: FloatArray, d: int) -> FloatArray:
-        """Least cost [stages, starts, strategies] of having moved on from the layer at offset d - 1 of each start."""
-        starts = slice(d - 1, d - 1 + cost.shape[1])
-        by_class = (cost[:, :, None, :] + self.members[None, starts]).min(axis=3)
-        moved: FloatArray = (by_class[:, :, :, None] + self.rows[None, starts]).min(axis=2)
+    def moved(self, cost: FloatArray, layers: IntArray) -> FloatArray:
+        """Least cost [stages, intervals, strategies] of having moved on from the last layer of every interval."""
+        by_class = (cost[:, :, None, :] + self.members[None, layers]).min(axis=3)
+        moved: FloatArray = (by_class[:, :, :, None] + self.rows[None, layers]).min(axis=2)
         return moved
 
 
@@ -181,6 +201,13 @@ def widest(chain: Chain, limit: float) -> int:
     sums = np.concatenate([[0.0], np.cumsum(chain.time.min(axis=(1, 2)))])
     ends = np.searchsorted(sums, sums[:-1] + limit * (1 + 1e-9), side="right") - 1
     return int(np.clip((ends - np.arange(num_layers)).max(), 1, most))
+
+
+def _shares(chain: Chain, prices: Multipliers) -> tuple[float, ...]:
+    """Memory prices to try; fewer where every one of them takes long."""
+    if not prices.memory.any():
+        return (0.0,)
+    return PRICES if chain.time.size <= MANY else PRICES[:2]
 
 
 def build_intervals(chain: Chain, prices: Multipliers, *, width: int) -> Intervals:
@@ -197,13 +224,13 @@ def build_intervals(chain: Chain, prices: Multipliers, *, width: int) -> Interva
     memory = np.ascontiguousarray(chain.memory.transpose(1, 0, 2))
     once = np.ascontiguousarray(chain.iteration.transpose(1, 0, 2)) * prices.iteration[:, None, None]
     total = time = np.full((num_stages, num_layers, width), -np.inf)
-    for share in PRICES if prices.memory.any() else (0.0,):
+    for share in _shares(chain, prices):
         price = (prices.memory * share)[:, None, None]
         spent = price * chain.capacity[:, None, None]
-        paths = _paths(groups, node + price * memory, width) - spent
+        paths = _paths(groups, node + price * memory, chain.kinds, width) - spent
         time = np.maximum(time, paths)
         if chain.has_iteration:
-            total = np.maximum(total, _paths(groups, node + price * memory + once, width) - spent)
+            total = np.maximum(total, _paths(groups, node + price * memory + once, chain.kinds, width) - spent)
     link = np.zeros(num_layers + 1)
     if num_layers > 1:
         link[1:-1] = chain.cross.min(axis=(1, 2))
@@ -294,7 +321,7 @@ def _tests(
     total = upper * (1 + 1e-12) - (chain.num_microbatches - 1) * slowest
     starts = np.where(allowed.any(axis=2), reach[:-1, :-1], np.inf)
     found = []
-    for share in PRICES if prices.memory.any() else (0.0,):
+    for share in _shares(chain, prices):
         price = prices.memory * share
         sums = _to_the_end(chain, groups, price, prices.iteration, close, inside)
         found.append(

@@ -124,6 +124,10 @@ class MipRefinement:
         judged = _solve(self.tables, self.build, upper=upper, clock=clock)
         _take(self, judged, upper)
 
+    def widen(self) -> bool:
+        """The solver had all the time there was."""
+        return False
+
 
 def _take(work: MipRefinement | HybridRefinement, judged: Judged, upper: float) -> None:
     if judged.note:
@@ -182,6 +186,10 @@ class HybridRefinement:
             self._offer(polish(self.tables, self._chain.plan))
         best = math.inf if self.plan is None else evaluate(self.tables, self.plan).step_time_s
         self.done = self.lower >= min(upper, best * (1 - 1e-9))
+
+    def widen(self) -> bool:
+        """The solver had all the time there was."""
+        return False
 
     def _known(self, upper: float) -> float:
         """The limit, or the own plan's price where that is lower: the MIP has to find that plan or a better one."""

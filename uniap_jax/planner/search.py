@@ -68,6 +68,10 @@ class Refinement(Protocol):
         """Works a little; raises `lower`, may set `plan`, sets `done` when nothing below `upper` is left."""
         ...
 
+    def widen(self) -> bool:
+        """Takes more room after getting stuck, for use of time that is left; False where there is no more."""
+        ...
+
 
 @dataclass(slots=True)
 class Incumbent:
@@ -161,14 +165,14 @@ class Search:
     def run(self, candidates: Sequence[Candidate]) -> SearchResult:
         """Works on the candidate of least bound until all are decided or time is up."""
         heap: list[tuple[float, Candidate, _Open]] = []
-        closed = math.inf
+        stuck: list[_Open] = []
         interrupted = False
         try:
             for candidate in sorted(candidates):
                 lower = self._first_bound(candidate)
                 if math.isfinite(lower):
                     heapq.heappush(heap, (lower, candidate, _Open(candidate, lower)))
-            while heap and not self.clock.expired():
+            while (heap or self._widened(heap, stuck)) and not self.clock.expired():
                 lower, candidate, entry = heapq.heappop(heap)
                 limit = self.incumbent.limit(candidate)
                 if lower >= limit:
@@ -179,15 +183,16 @@ class Search:
                     heapq.heappush(heap, (lower, candidate, entry))
                     raise
                 if entry.work is not None and entry.work.stuck:
-                    closed = min(closed, entry.lower)
+                    stuck.append(entry)
                 elif entry.work is not None and not entry.work.done:
                     heapq.heappush(heap, (entry.lower, candidate, entry))
-                self._report(min([closed, *(h[0] for h in heap[:1])]), len(heap))
+                self._report(min([math.inf, *(e.lower for e in stuck), *(h[0] for h in heap[:1])]), len(heap))
         except KeyboardInterrupt:
             if self.incumbent.best is None:
                 raise
             interrupted = True
-        open_bound = min([closed, *(lower for lower, c, _ in heap if lower < self.incumbent.limit(c))])
+        left = [(e.lower, e.candidate) for e in stuck] + [(lower, c) for lower, c, _ in heap]
+        open_bound = min((lower for lower, c in left if lower < self.incumbent.limit(c)), default=math.inf)
         return SearchResult(
             best=self.incumbent.best,
             bound_s=min(open_bound, self.incumbent.value),
@@ -195,6 +200,18 @@ class Search:
             complete=math.isinf(open_bound) and not interrupted,
             interrupted=interrupted,
         )
+
+    def _widened(self, heap: list[tuple[float, Candidate, _Open]], stuck: list[_Open]) -> bool:
+        """Puts the stuck candidate of least bound back to work, if it still matters and has more room to take."""
+        for entry in sorted(stuck, key=lambda e: e.lower):
+            if entry.lower >= self.incumbent.limit(entry.candidate):
+                continue
+            if entry.work is None or not entry.work.widen():
+                return False
+            stuck.remove(entry)
+            heapq.heappush(heap, (entry.lower, entry.candidate, entry))
+            return True
+        return False
 
     def _first_bound(self, candidate: Candidate) -> float:
         if candidate not in self.bounds:

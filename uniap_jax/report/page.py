@@ -100,8 +100,8 @@ def _timeline_legend() -> str:
         )
     )
     told = (
-        "Numbers are micro-batches. The split of a stage's time into forward and backward is taken as 1 : 2; passes are "
-        "laid end to end; the predicted step is the formula's and may differ from where this drawing ends."
+        "Numbers are micro-batches. Forward and backward of a stage are taken as 1 : 2 of its time and laid end to end; "
+        "the predicted step is the formula's and may differ from where this drawing ends."
     )
     return f'<ul class="legend">{"".join(items)}</ul><p class="dim">{told}</p>'
 

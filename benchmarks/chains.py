@@ -70,6 +70,7 @@ class LlamaChain:
     graph_fingerprint: str = "llama-like chain"
     device_kind: str = "analytic"
     source: str = "described"
+    split_reason: str = ""
     notes: tuple[str, ...] = field(default=())
 
     @property
@@ -120,7 +121,7 @@ class LlamaChain:
         chosen = sorted(fitting, key=lambda s: (order[s.keep], found.index(s)))[: self.max_strategies]
         return tuple(chosen)
 
-    def with_strategy(self, strategy: Strategy) -> Chain:
+    def with_strategy(self, strategy: Strategy) -> LlamaChain:
         """Itself: analytic chains price what they list."""
         return self
 

@@ -310,6 +310,11 @@ class CostModel(Protocol):
         """What the model wants people to know, one sentence each."""
         ...
 
+    @property
+    def split_reason(self) -> str:
+        """Why the batch must not be split into micro-batches; "" where it may."""
+        ...
+
     def candidates(self) -> tuple[Candidate, ...]:
         """Every legal candidate: P divides the devices, c divides the batch."""
         ...

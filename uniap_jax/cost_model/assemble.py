@@ -114,6 +114,11 @@ class TableModel:
             origin = f"Layer costs: {counts}; what is missing is described from {self.cluster.name}."
         return (origin, *self._describer.notes, *(self.profile.notes if self.profile else self.cluster.notes))
 
+    @property
+    def split_reason(self) -> str:
+        """Why the batch must not be split into micro-batches; "" where it may."""
+        return self.graph.split_reason
+
     def candidates(self) -> tuple[Candidate, ...]:
         """Every P that divides the devices and every c that divides the batch.
 
@@ -173,21 +178,20 @@ class TableModel:
         allowed = np.zeros(shape, dtype=np.bool_)
         time, iteration, fixed, kept = (np.zeros(shape) for _ in range(4))
         transient = np.zeros(shape)
-        for k, strategy in enumerate(strategies):
-            for layer in layers:
-                u = layer.index
-                allowed[u, k] = not self._reason(layer, strategy, pieces)
-                if not allowed[u, k]:
+        for group in self._alike(stages):
+            layer = layers[group[0]]
+            for k, strategy in enumerate(strategies):
+                if self._reason(layer, strategy, pieces):
                     continue
                 cost = self._cost(layer, strategy, self.batch_size // pieces, stages == 1)
-                allowed[u, k] = cost.origin != "does_not_fit"
-                time[u, k], iteration[u, k] = self._seconds(layer, strategy, cost, candidate)
-                fixed[u, k], grads = self._fixed_bytes(layer, strategy, candidate)
-                kept[u, k], transient[u, k] = cost.kept_bytes, cost.transient_bytes
+                allowed[group, k] = cost.origin != "does_not_fit"
+                time[group, k], iteration[group, k] = self._seconds(layer, strategy, cost, candidate)
+                held, grads = self._fixed_bytes(layer, strategy, candidate)
+                transient[group, k] = cost.transient_bytes
                 if stages == 1:  # as gradients appear kept values go: the larger of the two is alive
-                    kept[u, k] = max(cost.kept_bytes, grads)
+                    fixed[group, k], kept[group, k] = held, max(cost.kept_bytes, grads)
                 else:
-                    fixed[u, k] += grads
+                    fixed[group, k], kept[group, k] = held + grads, cost.kept_bytes
         fixed += self._working_share(transient, candidate)
         in_flight = np.array([flights(candidate, i) for i in range(stages)], dtype=np.float64)
         edges, tensor, reshard, cross, relay = self._edges(candidate, strategies)
@@ -207,6 +211,19 @@ class TableModel:
             edge_tensor=tensor,
             layer_names=self.layer_names,
         )
+
+    def _alike(self, stages: int) -> list[list[int]]:
+        """Layers whose rows of the tables are equal: same kind, same bytes of state, same shared parameters."""
+        groups: dict[tuple[object, ...], list[int]] = {}
+        for layer in self.graph.layers:
+            key = (
+                layer.signature,
+                layer.index == 0,
+                tuple((self._state.param[p], self._state.work[p], self._state.optimizer[p]) for p in layer.params),
+                tuple(self._counts_here(layer.index, p, stages) for p in layer.params),
+            )
+            groups.setdefault(key, []).append(layer.index)
+        return list(groups.values())
 
     # ---- parts ---------------------------------------------------------------------------------------------------
 

@@ -69,7 +69,7 @@ def _matching(
         why = (
             f"it must divide the {costs.num_devices} devices and not exceed the {len(costs.layer_names)} layers"
             if name == "num_stages"
-            else f"it must divide the global batch {costs.batch_size}"
+            else costs.split_reason or f"it must divide the global batch {costs.batch_size}"
         )
         raise OptionError(
             f"{name}={wanted!r} is not possible: {why}; use one of {', '.join(map(str, have))}",

@@ -302,7 +302,7 @@ class CostModel(Protocol):
 
     @property
     def source(self) -> str:
-        """ "measured", "compiled" or "described"."""
+        """One of "measured", "compiled", "described"."""
         ...
 
     @property

@@ -19,8 +19,8 @@ from uniap_jax.core.serialize import plan_to_json
 TOLERANCE = {"loss": 1e-5, "grad": 1e-4}
 """Relative, for steps whose parameters are all 32-bit or wider."""
 WHOLE_BATCH = {"loss": 1e-5, "grad": 1e-3}
-"""Relative, where a statistic of the whole batch enters the loss: ahead of a normalisation the gradients of all examples
-cancel, and what is left of a bias's is the rounding of their sum."""
+"""Relative, where a statistic of the whole batch enters the loss: ahead of a normalisation the gradients of the
+examples cancel, and what is left of a bias's is the rounding of their sum."""
 LOW_PRECISION = {"loss": 2e-2, "grad": 2e-2}
 """Relative, where a parameter or an activation is narrower: another order of a bf16 sum differs by 2^-8."""
 FLOOR = 1e-3

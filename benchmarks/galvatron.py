@@ -5,9 +5,10 @@
 FOLDER holds `NAME.json` (an instance), `price.py` (Galvatron's cost model restated; it prices every plan here, ours and
 theirs) and `results/NAME.search.json` (Galvatron's plan with the CPU seconds of its search). One line per instance.
 
-The strategy space is Galvatron's: tensor or Ulysses sequence parallelism of 1 to 8, the rest data parallelism with ZeRO-2
-or ZeRO-3, with or without checkpointing, per layer; one strategy for embedding and head together. Two things couple layers
-beyond stages and are enumerated outside: that common strategy, and the largest tensor group, which sizes a buffer.
+The strategy space is Galvatron's: tensor or Ulysses sequence parallelism of 1 to 8, the rest data parallelism with
+ZeRO-2 or ZeRO-3, with or without checkpointing, per layer; one strategy for embedding and head together. Two things
+couple layers beyond stages and are enumerated outside: that common strategy, and the largest tensor group, which sizes
+a buffer.
 """
 
 from __future__ import annotations

@@ -69,7 +69,9 @@ def searches(limit: float) -> None:
         try:
             plan, cpu = timed(lambda costs=costs: solve(costs, baselines=False, time_limit_s=limit))
         except NoPlanInTimeError:
-            row(costs.num_layers, costs.num_devices, costs.batch_size, blocks, "", "", "", "no plan in time", "", "", "")
+            row(
+                costs.num_layers, costs.num_devices, costs.batch_size, blocks, "", "", "", "no plan in time", "", "", ""
+            )
             continue
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
         proof = plan.certificate

@@ -6,7 +6,7 @@
 | pipeline_only | one device per stage, stages chosen exactly |
 | intra_only | one stage, strategies chosen exactly |
 | inter_then_intra | two levels as in Alpa (Zheng et al., OSDI 2022) |
-| layerwise_dp | balanced stages, then a dynamic program over layers with discretised memory, as in Galvatron (VLDB 2023) |
+| layerwise_dp | balanced stages, then a dynamic program over layers with memory in steps, as in Galvatron (VLDB 2023) |
 | mcmc | random moves, as in FlexFlow (Jia et al., MLSys 2019) |
 """
 
@@ -26,7 +26,7 @@ MEMORY_STEPS = 256
 """Buckets of a stage's memory in `layerwise_dp`."""
 
 MEMORY_PRICES = (0.0, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
-"""Seconds per share of capacity, relative to the mean stage time, that `inter_then_intra` tries where stages overflow."""
+"""Prices of a whole capacity in mean stage times that `inter_then_intra` tries where stages overflow."""
 
 
 def uniform(tables: CostTables, make: Callable[[int], Strategy]) -> Assignment | None:
@@ -72,16 +72,16 @@ def tensor(tables: CostTables) -> Assignment | None:
     return uniform(tables, lambda n: Strategy(tensor=n))
 
 
-def _fastest_inner(chain: Chain, i: int, price: FloatArray) -> tuple[FloatArray, FloatArray, list[FloatArray]]:
+def _fastest_inner(chain: Chain, i: int, price: float) -> tuple[FloatArray, FloatArray, list[FloatArray]]:
     """Per interval [a, b): time and memory of the fastest strategies of stage i, other levels unseen.
 
     Args:
         chain: candidate.
         i: stage.
-        price: [] seconds per byte.
+        price: seconds per byte.
 
     Returns:
-        time and memory [layers, layers + 1], infinite where b <= a, and per layer the predecessors [starts, strategies].
+        time and memory [layers, layers + 1], infinite where b <= a, and per layer predecessors [starts, strategies].
     """
     num_layers, _, k = chain.shape
     priced, time, memory = (np.full((num_layers, k), np.inf) for _ in range(3))
@@ -161,7 +161,7 @@ def inter_then_intra(tables: CostTables) -> Assignment | None:
         chosen = np.full((num_layers, num_layers + 1), -1)
         traces = []
         for number, share in enumerate(MEMORY_PRICES):
-            time, memory, trace = _fastest_inner(chain, i, np.float64(share * mean / chain.capacity[i]))
+            time, memory, trace = _fastest_inner(chain, i, float(share * mean / chain.capacity[i]))
             better = (memory <= chain.capacity[i]) & (chosen < 0)
             times[better], chosen[better] = time[better], number
             traces.append(trace)
@@ -186,7 +186,7 @@ def intra_level(tables: CostTables) -> Assignment | None:
     chain = chain_of(tables)
     mean = float(np.where(np.isfinite(chain.time), chain.time, 0).mean()) * chain.shape[0]
     for share in MEMORY_PRICES:
-        _, memory, trace = _fastest_inner(chain, 0, np.float64(share * mean / chain.capacity[0]))
+        _, memory, trace = _fastest_inner(chain, 0, float(share * mean / chain.capacity[0]))
         if memory[0, -1] <= chain.capacity[0]:
             return Assignment(stage=(0,) * chain.shape[0], strategy=tuple(_inner_strategies(trace, 0, chain.shape[0])))
     return None
@@ -223,12 +223,12 @@ def layerwise_dp(tables: CostTables) -> Assignment | None:
     return fill_stages(chain, cuts)
 
 
-def fill_stages(chain: Chain, cuts: list[int]) -> Assignment | None:
+def fill_stages(chain: Chain, cuts: list[int], *, steps: int = MEMORY_STEPS) -> Assignment | None:
     """Strategies for given stages by a dynamic program over layers; None where a stage does not fit."""
     stage: list[int] = []
     strategy: list[int] = []
     for i, (a, b) in enumerate(itertools.pairwise(cuts)):
-        inner = _knapsack(chain, i, a, b) or _leanest(chain, i, a, b)
+        inner = _knapsack(chain, i, a, b, steps) or _leanest(chain, i, a, b)
         if inner is None:
             return None
         stage += [i] * len(inner)
@@ -242,12 +242,12 @@ def _leanest(chain: Chain, i: int, a: int, b: int) -> list[int] | None:
     return memory.argmin(axis=1).tolist() if memory.min(axis=1).sum() <= chain.capacity[i] else None
 
 
-def _knapsack(chain: Chain, i: int, a: int, b: int) -> list[int] | None:
-    """Fastest strategies of layers [a, b) on stage i with memory rounded up to steps of capacity / MEMORY_STEPS."""
+def _knapsack(chain: Chain, i: int, a: int, b: int, steps: int) -> list[int] | None:
+    """Fastest strategies of layers [a, b) on stage i with memory rounded up to whole steps of the capacity."""
     k = chain.shape[2]
-    step = chain.capacity[i] / MEMORY_STEPS
+    step = chain.capacity[i] / steps
     need = np.ceil(chain.memory[a:b, i] / step * (1 - 1e-9)).astype(np.int64)
-    room = np.arange(MEMORY_STEPS + 1)
+    room = np.arange(steps + 1)
     table = np.where(room[:, None] >= need[0], chain.time[a, i], np.inf)
     froms = []
     for u in range(a + 1, b):
@@ -259,7 +259,7 @@ def _knapsack(chain: Chain, i: int, a: int, b: int) -> list[int] | None:
     last = int(table[-1].argmin())
     if not np.isfinite(table[-1, last]):
         return None
-    found, left_over = [last], MEMORY_STEPS
+    found, left_over = [last], steps
     for u in range(b - 1, a, -1):
         left_over -= int(need[u - a, found[-1]])
         found.append(int(froms[u - a - 1][left_over, found[-1]]))

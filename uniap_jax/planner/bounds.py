@@ -12,11 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from uniap_jax.core.costs import MEMORY_TOLERANCE, CostTables, FloatArray
 from uniap_jax.planner.chain import Chain, has_spine
+
+_Scalar = TypeVar("_Scalar", bound=np.generic)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -61,7 +65,7 @@ class Potentials:
     through: FloatArray
 
 
-def _narrow(array: FloatArray) -> FloatArray:
+def _narrow(array: NDArray[_Scalar]) -> NDArray[_Scalar]:
     """One entry of every axis along which a broadcast view repeats itself."""
     return array[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in array.strides)]
 
@@ -88,7 +92,8 @@ def quick_bound(tables: CostTables) -> float:
         link = float(_narrow(tables.cross_stage_s).min()) * (num_stages - 1)
     slowest = max(float(time.sum()) / num_stages, float(time.max()))
     count = tables.candidate.num_microbatches
-    return float(time.sum()) + link + (count - 1) * slowest + float(iteration.sum()) / num_stages
+    bound: float = float(time.sum()) + link + (count - 1) * slowest + float(iteration.sum()) / num_stages
+    return bound
 
 
 def first_multipliers(chain: Chain) -> Multipliers:

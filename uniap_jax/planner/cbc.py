@@ -1,7 +1,7 @@
 """A child process that solves one MIP with CBC. The only file that imports mip; imports nothing of this package.
 
 Started as a script with a JSON model on stdin; answers with one line of JSON on stdout. CBC prints to C's stdout in
-places, so the descriptor itself is pointed elsewhere before mip is loaded. The parent may kill this process at any time.
+places, so the descriptor itself is pointed elsewhere before mip is loaded. The parent may kill this process any time.
 """
 
 from __future__ import annotations

@@ -136,19 +136,19 @@ def chain_of(tables: CostTables) -> Chain:
 
 
 def _drop_dominated(chain: Chain) -> None:
-    """Makes strategies impossible that another one with the same edges beats or equals in time, once-time and memory."""
+    """Makes strategies impossible that another one with the same edges beats or equals in every cost."""
     _, first, inverse = np.unique(chain.kinds, return_index=True, return_inverse=True)
     arrival = _classes([chain.reshard, chain.cross], axis=2, num_layers=chain.shape[0], offset=1)
     earlier = np.tri(chain.shape[2], k=-1, dtype=np.bool_)
     dominated = np.zeros((len(first), chain.shape[2]), dtype=np.bool_)
     for number, u in enumerate(first.tolist()):
         out, into = chain.out_class[u], arrival[u]
-        better = (out[:, None] == out[None, :]) & (into[:, None] == into[None, :])
-        strict = np.zeros_like(better)
+        better: BoolArray = (out[:, None] == out[None, :]) & (into[:, None] == into[None, :])
+        strict: BoolArray = np.zeros_like(better)
         for table in (chain.time[u], chain.iteration[u], chain.memory[u]):
             no_worse = _no_worse(table)
-            better &= no_worse
-            strict |= ~no_worse.T
+            better = np.logical_and(better, no_worse)
+            strict = np.logical_or(strict, ~no_worse.T)
         dominated[number] = (better & (strict | earlier)).any(axis=1)
     np.putmask(chain.time, np.broadcast_to(dominated[inverse][:, None, :], chain.shape), np.inf)
 

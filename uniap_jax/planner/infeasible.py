@@ -192,7 +192,8 @@ def _too_small(tables: CostTables, least: LeastMemory, where: str) -> Infeasible
     return InfeasibleError(
         f"no plan fits in {_gib(least.limit_bytes)} per device ({where}). The smallest memory that fits is "
         f"{_gib(least.needed_bytes)}: {candidate.num_stages} stage{'s' if candidate.num_stages > 1 else ''}, "
-        f"{candidate.num_microbatches} micro-batch{'es' if candidate.num_microbatches > 1 else ''}; stage {least.stage} "
+        f"{candidate.num_microbatches} micro-batch{'es' if candidate.num_microbatches > 1 else ''}; "
+        f"stage {least.stage} "
         f"holds {layers}, and {largest}. Give each device at least {_gib(least.needed_bytes)}, use about "
         f"{times:.3g} times as many devices, or lower the batch size.",
         needed_bytes=least.needed_bytes,

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from uniap_jax.core.costs import Assignment, CostTables
-from uniap_jax.planner.baselines import fill_stages, layerwise_dp
+from uniap_jax.planner.baselines import MEMORY_STEPS, fill_stages, layerwise_dp
 from uniap_jax.planner.bounds import Multipliers, lagrangian_bound, path_value, separable_bound
 from uniap_jax.planner.chain import Chain, chain_of
 from uniap_jax.planner.clock import Clock
 from uniap_jax.planner.columns import MAX_LABELS, grow_columns
 from uniap_jax.planner.infeasible import least_memory
-from uniap_jax.planner.intervals import Intervals, build_intervals, guide, widest
+from uniap_jax.planner.intervals import MANY, Intervals, build_intervals, guide, widest
 from uniap_jax.planner.master import Network, Path, master_mip, network_of, path_of, search_paths, without_hopeless
 from uniap_jax.planner.mip_model import solve_mip
 
@@ -38,7 +38,8 @@ NEAR = 1.1
 ASCENT_STEPS = 10
 HINTED_STEPS = 3
 FIRST_WIDTH = 2
-TOO_MANY = 20_000_000
+COARSE_STEPS = 64
+TOO_MANY = 4_000_000
 """Arcs (layers × stages × strategies²) beyond which the Lagrangian bound over all layers at once is not computed."""
 
 MASTER_COLUMNS = 3_000
@@ -152,8 +153,9 @@ class ChainRefinement:
         num_layers, num_stages, _ = chain.shape
         width = min(FIRST_WIDTH * -(-num_layers // num_stages) + 1, num_layers - num_stages + 1)
         cuts = build_intervals(chain, self.prices, width=width).cuts(np.inf)
-        plan = fill_stages(chain, cuts) if cuts else None
-        return plan or layerwise_dp(self.tables)
+        many = chain.time.size > MANY
+        plan = fill_stages(chain, cuts, steps=COARSE_STEPS if many else MEMORY_STEPS) if cuts else None
+        return plan if plan or many else layerwise_dp(self.tables)
 
     def _aim(self, chain: Chain, intervals: Intervals, upper: float, expired: Callable[[], bool]) -> None:
         """Columns up to the next target.

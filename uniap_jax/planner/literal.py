@@ -1,7 +1,7 @@
-"""The problem as UniAP writes it, with products linearised by McCormick (F1): a reference, and an oracle on small cases.
+"""The problem as UniAP writes it, products linearised by McCormick (F1): a reference, and an oracle on small cases.
 
-P_ui and S_uk are binary; a product of binaries a·b·... becomes a variable with x >= a + b + ... - (n - 1). Costs are not
-negative and everything is minimised, so the lower envelopes suffice; memory, too, only pushes from below.
+P_ui and S_uk are binary; a product of n binaries becomes a variable x >= their sum - (n - 1). Costs are not negative
+and everything is minimised, so the lower envelopes suffice; memory, too, only pushes from below.
 """
 
 from __future__ import annotations

@@ -148,8 +148,8 @@ def _walk_back(
 def without_hopeless(network: Network, *, upper: float) -> Network:
     """The network without columns that no path at or below `upper` can use.
 
-    A path through a column takes at least: the cheapest way to its start, itself, the cheapest way on, (c - 1) times the
-    larger of its own time and the bottleneck of the network, and the least D.
+    A path through a column takes at least the cheapest way to its start, itself, the cheapest way on, (c - 1) times
+    the larger of its own time and the bottleneck of the network, and the least D.
     """
     columns, last = network.columns, len(network.by_stage) - 1
     iteration = max(float(columns.iteration[m].min(initial=np.inf)) for m in network.by_stage)
@@ -268,7 +268,9 @@ def _add_flow(
 
 def path_of(network: Network, kept: IntArray, values: Sequence[float]) -> Path | None:
     """The path that the master's answer stands for, or None where it is none."""
-    columns, chosen, links = network.columns, [], []
+    columns = network.columns
+    chosen: list[int] = []
+    links: list[float] = []
     picked = {int(q) for q, v in zip(kept, values, strict=False) if v > 0.5}
     for i, members in enumerate(network.by_stage):
         here = [q for q in members.tolist() if q in picked]

@@ -73,14 +73,11 @@ def _state(tables: CostTables, plan: Assignment) -> _State | None:
     price = evaluate(tables, plan)
     if not price.feasible:
         return None
-    return _State(
-        tables,
-        list(plan.stage),
-        list(plan.strategy),
-        *(np.array(x) for x in (price.stage_time_s, price.iteration_time_s, price.stage_memory_bytes)),
-        _links_edge_by_edge(tables, plan),
-        touching,
+    time, iteration, memory = (
+        np.array(x) for x in (price.stage_time_s, price.iteration_time_s, price.stage_memory_bytes)
     )
+    links = _links_edge_by_edge(tables, plan)
+    return _State(tables, list(plan.stage), list(plan.strategy), time, iteration, memory, links, touching)
 
 
 def _links_edge_by_edge(tables: CostTables, plan: Assignment) -> FloatArray:

@@ -182,13 +182,14 @@ def _no_plan(run: Run, costs: CostModel, result: SearchResult) -> UniapError:
     seconds = run.clock.spent()
     if run.engine in BASELINES:
         return NoPlanInTimeError(
-            f"the baseline {run.engine} found no plan among {len(run.candidates)} candidates in {seconds:.2f} s; it does "
-            f"not prove that none exists. Use the engine 'interval'.",
+            f"the baseline {run.engine} found no plan among {len(run.candidates)} candidates in {seconds:.2f} s; it "
+            f"does not prove that none exists. Use the engine 'interval'.",
             seconds=seconds,
             engine=run.engine,
         )
     return NoPlanInTimeError(
-        f"no plan found in {seconds:.2f} s by {run.engine} (limit {run.clock.limit_s:g} s, {len(run.candidates)} candidates); "
+        f"no plan found in {seconds:.2f} s by {run.engine} (limit {run.clock.limit_s:g} s, "
+        f"{len(run.candidates)} candidates); "
         f"one may exist. Raise the time limit, or fix num_stages or num_microbatches.",
         seconds=seconds,
         engine=run.engine,

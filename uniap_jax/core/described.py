@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from uniap_jax.core import dims
 from uniap_jax.core.errors import TraceError
 from uniap_jax.core.graph import Layer, LayerGraph, Value
 from uniap_jax.core.machine import Cluster
@@ -108,7 +109,7 @@ class Describer:
         self.links = links or Links(cluster)
         self.splits, self._small, self.notes = _splits(self.graph)
         self._pieces = self._small.num_microbatches if self._small else 1
-        self._work: dict[tuple[str, str, int], tuple[Work, Work | None]] = {}
+        self._work: dict[tuple[object, ...], tuple[Work, Work | None]] = {}
 
     def cost(self, layer: Layer, strategy: Strategy, *, samples: int, fused: bool) -> LayerCost:
         """One micro-batch of a layer.
@@ -145,7 +146,8 @@ class Describer:
         return replace(strategy, keep="all") if dropped else strategy
 
     def _counts(self, layer: Layer, strategy: Strategy) -> tuple[Work, Work | None]:
-        key = (layer.signature or str(layer.index), strategy.keep, strategy.tensor)
+        split = dims.tensor_split(layer, strategy.tensor)  # the degree itself changes no count, only what is split
+        key = (layer.signature or str(layer.index), strategy.keep, strategy.tensor > 1, split.params, split.views)
         if key not in self._work:
             full = measure_work(layer, keep=strategy.keep, tensor=strategy.tensor)
             small = None

@@ -102,6 +102,49 @@ def gpt(
     return state, step, {"x": text[:, :-1], "y": text[:, 1:]}
 
 
+def residual(*, aux: bool, dtype: Any = jnp.float32, bad: bool = False, rows: int = 8) -> tuple[Any, Any, Any]:
+    """Residual layers over a value from before them (relay), a bias they share, and a loss term of each (extra)."""
+    rng, width = np.random.default_rng(0), 16
+
+    def weight(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.normal(size=shape) / np.sqrt(shape[0]), dtype)
+
+    own = [{"up": weight(width, 2 * width), "down": weight(2 * width, width)} for _ in range(4)]
+    params: dict[str, Any] = {
+        "in": weight(8, width),
+        "gate": weight(8, width),
+        "bias": weight(width),
+        "out": weight(width, 4),
+    }
+    params |= {"bias": weight(width), "own": own}
+    tx = optax.sgd(0.01, momentum=0.9)
+
+    def step(state: Any, batch: Any) -> Any:
+        params, moments = state
+
+        def loss(params: Any) -> Any:
+            given = batch["x"].astype(dtype)
+            x, gate = jnp.tanh(given @ params["in"]), jnp.tanh(given @ params["gate"])
+            if bad:  # zero rows in a bubble: a gradient of infinity that must not reach the sums
+                x = x + 1
+            terms = []
+            for layer in params["own"]:
+                h = x @ layer["up"]
+                terms.append(jnp.mean(h.astype(jnp.float32) ** 2))
+                if bad:
+                    x = x / jnp.linalg.norm(x, axis=-1, keepdims=True)
+                x = x + (jax.nn.relu(h) @ layer["down"]) * gate + params["bias"]
+            error = jnp.mean(((x @ params["out"]).astype(jnp.float32) - batch["y"]) ** 2)
+            return (error + 0.01 * sum(terms), terms) if aux else (error, [])
+
+        (value, terms), grads = jax.value_and_grad(loss, has_aux=True)(params)
+        updates, moments = tx.update(grads, moments, params)
+        return (optax.apply_updates(params, updates), moments), {"loss": value, "terms": terms}
+
+    batch = {"x": rng.normal(size=(rows, 8)).astype(np.float32), "y": rng.normal(size=(rows, 4)).astype(np.float32)}
+    return (params, tx.init(params)), step, batch
+
+
 def pinned(
     graph: LayerGraph,
     num_stages: int,

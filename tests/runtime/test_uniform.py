@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import uniform_support as support
@@ -47,49 +46,6 @@ def test_remat_blocks() -> None:
     check(case, support.pinned(case.graph, 2, 2, "fsdp=2,tensor=2", "one_f_one_b"))
 
 
-def toy(*, aux: bool, dtype: Any = jnp.float32, bad: bool = False, rows: int = 8) -> tuple[Any, Any, Any]:
-    """Residual layers over a value from before them (relay), a bias they share, and a loss term of each (extra)."""
-    rng, width = np.random.default_rng(0), 16
-
-    def weight(*shape: int) -> jax.Array:
-        return jnp.asarray(rng.normal(size=shape) / np.sqrt(shape[0]), dtype)
-
-    own = [{"up": weight(width, 2 * width), "down": weight(2 * width, width)} for _ in range(4)]
-    params: dict[str, Any] = {
-        "in": weight(8, width),
-        "gate": weight(8, width),
-        "bias": weight(width),
-        "out": weight(width, 4),
-    }
-    params |= {"bias": weight(width), "own": own}
-    tx = optax.sgd(0.1, momentum=0.9)
-
-    def step(state: Any, batch: Any) -> Any:
-        params, moments = state
-
-        def loss(params: Any) -> Any:
-            given = batch["x"].astype(dtype)
-            x, gate = jnp.tanh(given @ params["in"]), jnp.tanh(given @ params["gate"])
-            if bad:  # zero rows in a bubble: a gradient of infinity that must not reach the sums
-                x = x + 1
-            terms = []
-            for layer in params["own"]:
-                h = x @ layer["up"]
-                terms.append(jnp.mean(h.astype(jnp.float32) ** 2))
-                if bad:
-                    x = x / jnp.linalg.norm(x, axis=-1, keepdims=True)
-                x = x + (jax.nn.relu(h) @ layer["down"]) * gate + params["bias"]
-            error = jnp.mean(((x @ params["out"]).astype(jnp.float32) - batch["y"]) ** 2)
-            return (error + 0.01 * sum(terms), terms) if aux else (error, [])
-
-        (value, terms), grads = jax.value_and_grad(loss, has_aux=True)(params)
-        updates, moments = tx.update(grads, moments, params)
-        return (optax.apply_updates(params, updates), moments), {"loss": value, "terms": terms}
-
-    batch = {"x": rng.normal(size=(rows, 8)).astype(np.float32), "y": rng.normal(size=(rows, 4)).astype(np.float32)}
-    return (params, tx.init(params)), step, batch
-
-
 @pytest.mark.parametrize(
     ("num_stages", "num_microbatches", "strategy", "schedule"),
     [
@@ -102,14 +58,14 @@ def toy(*, aux: bool, dtype: Any = jnp.float32, bad: bool = False, rows: int = 8
     ],
 )
 def test_residual_layers_equal_one_device(num_stages: int, num_microbatches: int, strategy: str, schedule: str) -> None:
-    case = support.make_case(toy(aux=False))
+    case = support.make_case(support.residual(aux=False))
     check(case, support.pinned(case.graph, num_stages, num_microbatches, strategy, schedule))
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "one_f_one_b"])
 @pytest.mark.parametrize("aux", [False, True])
 def test_relayed_shared_and_collected_values(schedule: str, aux: bool) -> None:
-    case = support.make_case(toy(aux=aux))
+    case = support.make_case(support.residual(aux=aux))
     found = check(case, support.pinned(case.graph, 4, 2, "data=2", schedule))
     kinds = {s.kind for s in found.program.pipeline.stages.run.slots}
     assert kinds == ({"chain", "relay", "extra"} if aux else {"chain", "relay"})
@@ -118,12 +74,12 @@ def test_relayed_shared_and_collected_values(schedule: str, aux: bool) -> None:
 
 @pytest.mark.parametrize("schedule", ["gpipe", "one_f_one_b"])
 def test_what_a_bubble_computes_is_left_out(schedule: str) -> None:
-    case = support.make_case(toy(aux=False, bad=True))
+    case = support.make_case(support.residual(aux=False, bad=True))
     check(case, support.pinned(case.graph, 2, 4, "data=2", schedule))
 
 
 def test_bfloat16_layers() -> None:
-    case = support.make_case(toy(aux=False, dtype=jnp.bfloat16))
+    case = support.make_case(support.residual(aux=False, dtype=jnp.bfloat16))
     found = support.difference(case, support.pinned(case.graph, 4, 2, "fsdp=2", "one_f_one_b"))
     assert found.loss <= 2e-2
     assert found.grad <= 2e-2, found.leaf
@@ -168,7 +124,7 @@ def test_three_steps_of_one_compiled_program() -> None:
 
 
 def temporary_bytes(schedule: str, num_microbatches: int) -> int:
-    state, step, batch = toy(aux=False, rows=2 * num_microbatches)
+    state, step, batch = support.residual(aux=False, rows=2 * num_microbatches)
     graph = trace(step, state, batch)
     plan = support.pinned(graph, 4, num_microbatches, "data=2", schedule)
     return int(compile_uniform(graph, plan, jax.devices()).programs[0].compiled.memory_analysis().temp_size_in_bytes)

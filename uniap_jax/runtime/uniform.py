@@ -26,7 +26,7 @@ from uniap_jax.runtime.flow import leaf_params, update_flow
 from uniap_jax.runtime.programs import Program, build, shape_of
 from uniap_jax.runtime.uniform_layer import differentiate
 from uniap_jax.runtime.uniform_loop import Pipeline, loss_and_grads
-from uniap_jax.runtime.uniform_outer import OuterLayers, with_stage_dim, with_stage_rows
+from uniap_jax.runtime.uniform_outer import OuterLayers, with_stage_dim
 from uniap_jax.runtime.uniform_run import Run, stacked_run, uniform_range
 from uniap_jax.runtime.uniform_scan import scan_layer, split_scan
 from uniap_jax.runtime.uniform_stage import STAGE, StageTicks
@@ -81,6 +81,20 @@ class UniformProgram:
         """Flat outputs of the step from placed leaves."""
         (program,) = self.programs
         return program([state[i] for i in self._donated], [state[i] for i in self._kept], list(batch))  # type: ignore[no-any-return]
+
+    def create(self, create_state: Callable[..., Any], *args: Any) -> list[jax.Array]:
+        """State leaves made where they live: no device, and no process, ever holds more than its share.
+
+        Args:
+            create_state: returns the step's non-batch argument.
+            *args: its arguments.
+        """
+
+        def leaves(*args: Any) -> list[Any]:
+            return jax.tree.leaves(create_state(*args))
+
+        with jax.set_mesh(self.mesh):
+            return list(jax.jit(leaves, out_shardings=list(self.state_shardings))(*args))
 
     def lower(self) -> Any:
         """The program before compilation, a `jax.stages.Lowered`; nothing is compiled or run."""
@@ -253,7 +267,7 @@ def _program(graph: LayerGraph, pipeline: Pipeline, donated: tuple[int, ...]) ->
         graph,
         pipeline,
         state_shardings=state,
-        batch_shardings=_batch_shardings(graph, pipeline),
+        batch_shardings=_batch_shardings(graph, mesh),
         grad_shardings=[NamedSharding(mesh, homes[p][1]) for p in range(len(graph.params))],
         donated=donated,
     )
@@ -280,13 +294,8 @@ def _param_homes(pipeline: Pipeline) -> dict[int, tuple[PartitionSpec, Partition
     return homes
 
 
-def _batch_shardings(graph: LayerGraph, pipeline: Pipeline) -> list[NamedSharding]:
-    """Rows over all devices where they divide, so that no device or process holds more of a batch than its share."""
-    mesh = pipeline.stages.mesh
-    axes = tuple(n for n in mesh.axis_names if n != STAGE)
-    strategy = pipeline.stages.run.strategy
-    specs = []
-    for value in graph.step.batch:
-        spec = PartitionSpec(axes) if value.shape[0] % (mesh.size // mesh.shape[STAGE]) == 0 else PartitionSpec()
-        specs.append(with_stage_rows(value, spec, strategy, int(mesh.shape[STAGE])))
+def _batch_shardings(graph: LayerGraph, mesh: Mesh) -> list[NamedSharding]:
+    """Rows over all devices where they divide, stage by stage: a process feeds rows that follow each other."""
+    axes = tuple(mesh.axis_names)
+    specs = [PartitionSpec(axes) if v.shape[0] % mesh.size == 0 else PartitionSpec() for v in graph.step.batch]
     return [NamedSharding(mesh, s) for s in specs]

@@ -155,7 +155,7 @@ def _drop_dominated(chain: Chain) -> None:
 
 def _no_worse(table: FloatArray) -> BoolArray:
     """[k, other] whether the other strategy costs no more on any stage; table is [stages, strategies]."""
-    no_worse: BoolArray = (table[:, None, :] <= table[:, :, None]).all(axis=0)
+    no_worse: BoolArray = np.logical_and.reduce(table[:, None, :] <= table[:, :, None], axis=0)
     return no_worse
 
 

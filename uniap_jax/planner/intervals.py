@@ -210,6 +210,19 @@ def _shares(chain: Chain, prices: Multipliers) -> tuple[float, ...]:
     return PRICES if chain.time.size <= MANY else PRICES[:2]
 
 
+def _overfull(chain: Chain, width: int) -> BoolArray:
+    """[stages, layers, widths] intervals too large for their stage even with every layer at its leanest."""
+    num_layers, num_stages, _ = chain.shape
+    lean = np.where(np.isfinite(chain.time), chain.memory, np.inf).min(axis=2)
+    lean = np.minimum(lean, 4 * chain.capacity)
+    sums = np.concatenate([np.zeros((1, num_stages)), np.cumsum(lean, axis=0)]).T
+    overfull = np.zeros((num_stages, num_layers, width), dtype=np.bool_)
+    for d in range(width):
+        held = sums[:, d + 1 :] - sums[:, : num_layers - d]
+        overfull[:, : num_layers - d, d] = held > chain.capacity[:, None] * (1 + 1e-9)
+    return overfull
+
+
 def build_intervals(chain: Chain, prices: Multipliers, *, width: int) -> Intervals:
     """Bounds of all intervals of at most `width` layers.
 
@@ -231,6 +244,9 @@ def build_intervals(chain: Chain, prices: Multipliers, *, width: int) -> Interva
         time = np.maximum(time, paths)
         if chain.has_iteration:
             total = np.maximum(total, _paths(groups, node + price * memory + once, chain.kinds, width) - spent)
+    overfull = _overfull(chain, width)
+    time = np.where(overfull, np.inf, time)
+    total = np.where(overfull, np.inf, total)
     link = np.zeros(num_layers + 1)
     if num_layers > 1:
         link[1:-1] = chain.cross.min(axis=(1, 2))

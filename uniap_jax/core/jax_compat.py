@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -16,6 +17,11 @@ Primitive = jex_core.Primitive
 Var = jex_core.Var
 
 _TEMPLATE = jax.make_jaxpr(lambda: ())()
+
+
+def no_mesh() -> AbstractContextManager[Any]:
+    """Works as if the user had set no mesh: our own are entered where they are needed (also a decorator)."""
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
 
 
 def fresh_like(var: Var) -> Var:

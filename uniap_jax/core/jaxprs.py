@@ -115,7 +115,7 @@ def close(invars: Sequence[Var], outvars: Sequence[Any], eqns: Sequence[JaxprEqn
 def _dot_flops(eqn: JaxprEqn) -> float:
     ((lhs_contract, _), _) = eqn.params["dimension_numbers"]
     lhs = shape_of(eqn.invars[0]).shape
-    return 2.0 * math.prod(lhs[d] for d in lhs_contract) * math.prod(shape_of(eqn.outvars[0]).shape)
+    return float(2.0 * math.prod(lhs[d] for d in lhs_contract) * math.prod(shape_of(eqn.outvars[0]).shape))
 
 
 def _conv_flops(eqn: JaxprEqn) -> float:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from uniap_jax.core.errors import TraceError
 from uniap_jax.core.graph import LayerGraph, Operand, Step, Value
-from uniap_jax.core.jax_compat import Literal, Var, shape_of
+from uniap_jax.core.jax_compat import Literal, Var, no_mesh, shape_of
 from uniap_jax.frontend.arguments import Arguments
 from uniap_jax.frontend.batching import CONST, FACTOR, Kind, classify, grown_dims
 from uniap_jax.frontend.capture import capture
@@ -50,7 +50,8 @@ def trace(
     batch_argnums = (batch_argnums,) if isinstance(batch_argnums, int) else tuple(batch_argnums)
     static_argnums = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
     arguments = Arguments(args, batch_argnums=batch_argnums, static_argnums=static_argnums)
-    return _Tracer(train_step, args, arguments, batch_argnums, static_argnums).graph()
+    with no_mesh():
+        return _Tracer(train_step, args, arguments, batch_argnums, static_argnums).graph()
 
 
 def _resized(args: Sequence[Any], batch_argnums: Sequence[int], size: int) -> tuple[Any, ...]:
@@ -62,6 +63,17 @@ def _resized(args: Sequence[Any], batch_argnums: Sequence[int], size: int) -> tu
         return jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype, weak_type=bool(getattr(x, "weak_type", False)))
 
     return tuple(jax.tree.map(leaf, a) if i in cut else a for i, a in enumerate(args))
+
+
+def _fingerprint(cut: Cut, params: Sequence[Value], step: Step) -> str:
+    """What a plan is checked against: names and shapes of the state, shapes of the batch, and where layers are cut.
+
+    Equations stay out of it: another JAX version writes them another way for the same model.
+    """
+    shapes = [(v.name, v.shape, str(v.dtype)) for v in (*params, *step.state, *step.batch)]
+    layers = [(layer.params, layer.reads, layer.writes) for layer in cut.layers]
+    values = [(shape_of(a).shape, str(shape_of(a).dtype)) for a in cut.values]
+    return hashlib.sha256(repr((shapes, layers, values)).encode()).hexdigest()[:32]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -149,9 +161,6 @@ class _Tracer:
             REDUCTIONS.get(self._kind(a, self.batching.kinds).name, "same") for a in self.whole.loss.results
         )
         step = self._step()
-        text = [layer.signature for layer in cut.layers] + [
-            repr((v.shape, str(v.dtype))) for v in (*step.state, *step.batch)
-        ]
         graph = LayerGraph(
             layers=cut.layers,
             params=self._params(),
@@ -164,7 +173,7 @@ class _Tracer:
             num_microbatches=1,
             microbatch=self.microbatch,
             split_reason=self.batching.reason,
-            fingerprint=hashlib.sha256("\n".join(text).encode()).hexdigest()[:32],
+            fingerprint=_fingerprint(cut, self._params(), step),
             notes=(f"The batch is not split into micro-batches: {self.batching.reason}.",)
             if self.batching.reason
             else (),
@@ -227,7 +236,7 @@ class _Tracer:
         Raises:
             TraceError: the batch does not divide, or must not be split; says why.
         """
-        with self._lock:
+        with self._lock, no_mesh():
             if count not in self._cache:
                 self._cache[count] = self._microbatch(count)
             return self._cache[count]

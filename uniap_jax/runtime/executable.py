@@ -10,6 +10,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from uniap_jax.core.graph import LayerGraph
+from uniap_jax.core.jax_compat import no_mesh
 from uniap_jax.core.plan import Plan
 from uniap_jax.runtime.homes import Layout
 from uniap_jax.runtime.pipeline import Pipeline
@@ -59,7 +60,8 @@ class ParallelStep:
             ExecutionError: the state was given up to an earlier call.
         """
         state, batch = self._graph.step.flatten(*args)
-        outputs = self._run(self._place(state), self._placed_batch(batch))
+        with no_mesh():
+            outputs = self._run(self._place(state), self._placed_batch(batch))
         return self._graph.step.unflatten(outputs, *args)
 
     def _placed_batch(self, batch: Sequence[Any]) -> list[Any]:
@@ -71,7 +73,8 @@ class ParallelStep:
     def place(self, *args: Any) -> Any:
         """The non-batch arguments laid out as planned, in the user's structure; a tuple where there are several."""
         state, _ = self._graph.step.flatten(*args)
-        return self._graph.step.state_result(self._place(state, quiet=True))
+        with no_mesh():
+            return self._graph.step.state_result(self._place(state, quiet=True))
 
     def init(self, create_state: Callable[..., Any], *args: Any) -> Any:
         """A new state that is sharded from the start: no device computes or holds more than what it keeps.
@@ -83,7 +86,8 @@ class ParallelStep:
         Raises:
             PlanMismatchError: it returns other leaves than the plan was made for.
         """
-        return self._graph.step.state_result(create(self._layout, create_state, args))
+        with no_mesh():
+            return self._graph.step.state_result(create(self._layout, create_state, args))
 
     def gather(self, state: Any, device: Any = None) -> Any:
         """A copy of a tree of arrays on one device; the first of the plan by default."""

@@ -12,7 +12,7 @@ from uniap_jax.core.errors import ProfileError
 from uniap_jax.core.profile import Key, LayerCost, Profile
 from uniap_jax.core.strategy import Strategy
 from uniap_jax.cost_model import estimate
-from uniap_jax.cost_model.assemble import busy_factor, flights
+from uniap_jax.cost_model.pipeline import busy_factor, flights
 from uniap_jax.cost_model.reshard import bundles, reshard_seconds
 from uniap_jax.cost_model.state import state_bytes
 

@@ -18,6 +18,7 @@ from uniap_jax.core.plan import SCHEDULES
 from uniap_jax.core.profile import Key, LayerCost, Links, Profile, Rates
 from uniap_jax.core.sharding import LayerSharding, axis_sizes, layer_sharding, shard_bytes
 from uniap_jax.core.strategy import Strategy, enumerate_strategies
+from uniap_jax.cost_model.pipeline import busy_factor, flights, working_share
 from uniap_jax.cost_model.reshard import bundles, reshard_seconds, transfer_seconds
 from uniap_jax.cost_model.state import state_bytes
 
@@ -192,7 +193,7 @@ class TableModel:
                     fixed[group, k], kept[group, k] = held, max(cost.kept_bytes, grads)
                 else:
                     fixed[group, k], kept[group, k] = held + grads, cost.kept_bytes
-        fixed += self._working_share(transient, candidate)
+        fixed += working_share(transient, self.graph, candidate)
         in_flight = np.array([flights(candidate, i) for i in range(stages)], dtype=np.float64)
         edges, tensor, reshard, cross, relay = self._edges(candidate, strategies)
         full = (len(layers), stages, len(strategies))
@@ -346,22 +347,6 @@ class TableModel:
             last = user if charged else last
         return True
 
-    def _working_share(self, transient: FloatArray, candidate: Candidate) -> FloatArray:
-        """Working memory is that of the largest layer, not the sum: tables add, so each layer carries a share of it.
-
-        Layers that repeat carry 1 / (layers per stage) of their own; a layer of its own kind carries what exceeds
-        the largest of those.
-        """
-        groups = self.graph.unique
-        repeated = [u for group in groups.values() if len(group) > 1 for u in group]
-        if not repeated:
-            repeated = [max(range(len(self.graph.layers)), key=lambda u: transient[u].max())]
-        base: FloatArray = transient[repeated].max(axis=0)
-        per_stage = max(1.0, len(repeated) / candidate.num_stages)
-        shares: FloatArray = np.maximum(transient - base[None, :], 0.0)
-        shares[repeated] = transient[repeated] / per_stage
-        return shares
-
     def _edges(
         self, candidate: Candidate, strategies: Sequence[Strategy]
     ) -> tuple[tuple[tuple[int, int], ...], tuple[int, ...], FloatArray, FloatArray, FloatArray]:
@@ -388,25 +373,3 @@ class TableModel:
         reshard = np.stack([t[0] for t in tables])
         cross = np.stack([t[1] for t in tables])
         return tuple(edges), tuple(tensor), reshard, cross, np.stack([np.diagonal(t[1]) for t in tables])
-
-
-def flights(candidate: Candidate, stage: int) -> int:
-    """Micro-batches whose kept values a stage holds at its worst: 1F1B min(P - i, c), GPipe c, one stage one."""
-    if candidate.num_stages == 1:
-        return 1
-    if candidate.schedule == "gpipe":
-        return candidate.num_microbatches
-    return min(candidate.num_stages - stage, candidate.num_microbatches)
-
-
-def busy_factor(candidate: Candidate, slowdown: float) -> float:
-    """Time of a stage in this pipeline over its time when all stages are busy.
-
-    On shared cores a stage is faster while others wait. Of P stages P·c/(P + c - 1) are busy on average; between alone
-    (1/slowdown) and all busy (1) the time is taken as linear in their number.
-    """
-    stages, pieces = candidate.num_stages, candidate.num_microbatches
-    if stages == 1 or slowdown <= 1.0:
-        return 1.0
-    busy = stages * pieces / (stages + pieces - 1)
-    return (1.0 + (slowdown - 1.0) * (busy - 1.0) / (stages - 1)) / slowdown

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from uniap_jax.core.graph import LayerGraph
 from uniap_jax.core.profile import Links
-from uniap_jax.core.work import is_float
+from uniap_jax.core.vjp import is_float
 
 FloatArray = NDArray[np.float64]
 

@@ -20,7 +20,8 @@ from uniap_jax.core.jax_compat import Literal
 from uniap_jax.core.jaxprs import Tape, close, flatten, live_eqns, open_jaxpr
 from uniap_jax.core.sharding import LayerSharding, assign_axes, layer_sharding
 from uniap_jax.core.strategy import Strategy
-from uniap_jax.core.work import CHEAP, is_float, layer_avals, layer_function, split_layer
+from uniap_jax.core.vjp import is_float, layer_avals, layer_function, split_layer
+from uniap_jax.core.work import CHEAP
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

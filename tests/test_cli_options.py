@@ -97,9 +97,9 @@ def test_devices_after_jax_has_started_are_an_error() -> None:
     import jax
 
     assert len(jax.devices()) == 8
-    set_environment(8)
+    set_environment(8, environ={})
     with pytest.raises(UsageError) as caught:
-        set_environment(9)
+        set_environment(9, environ={})
     assert (caught.value.devices, caught.value.started) == (9, 8)
 
 

@@ -100,7 +100,7 @@ def _timeline_legend() -> str:
         )
     )
     told = (
-        "Numbers are micro-batches. Forward and backward of a stage are taken as 1 : 2 of its time and laid end to end; "
+        "Numbers are micro-batches. Forward and backward of a stage are taken as 1 : 2 and laid end to end; "
         "the predicted step is the formula's and may differ from where this drawing ends."
     )
     return f'<ul class="legend">{"".join(items)}</ul><p class="dim">{told}</p>'

@@ -15,7 +15,8 @@ from uniap_jax.core.errors import TraceError
 from uniap_jax.core.graph import LayerGraph, Operand, Step, Value
 from uniap_jax.core.jax_compat import Literal, Var, no_mesh, shape_of
 from uniap_jax.frontend.arguments import Arguments
-from uniap_jax.frontend.batching import CONST, FACTOR, Kind, classify, grown_dims
+from uniap_jax.frontend.batch_rules import CONST, Kind
+from uniap_jax.frontend.batching import FACTOR, classify, grown_dims
 from uniap_jax.frontend.capture import capture
 from uniap_jax.frontend.cut import cut_points, mark_layer, marked_places, weigh
 from uniap_jax.frontend.layers import Cut, build_layers

@@ -1,0 +1,225 @@
+"""What each primitive does to values that depend on the batch: keeps examples apart, reduces them, or mixes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from uniap_jax.frontend.labels import source_line
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Dependence of a value on the batch.
+
+    Attributes:
+        name: "const" (not at all), "count" (a number of examples), "rows" (example by example along `dim`),
+            "scaled_rows" (rows over a count), "sum", "mean" (over examples), or "mixed".
+        dim: the batch dimension of rows.
+        position: whether rows number the examples (an iota along the batch).
+        reason: for "mixed", which operation mixed the rows, and where.
+    """
+
+    name: str
+    dim: int = 0
+    position: bool = False
+    reason: str = ""
+
+
+CONST, COUNT, SUM, MEAN = Kind("const"), Kind("count"), Kind("sum"), Kind("mean")
+LINEAR = ("sum", "mean")
+
+ELEMENTWISE_LINEAR = frozenset(
+    {"neg", "convert_element_type", "copy", "reduce_precision", "real", "imag", "stop_gradient"}
+)
+SHAPE_ONLY = frozenset({"broadcast_in_dim", "reshape", "squeeze", "transpose", "expand_dims", "sharding_constraint"})
+ROW_SAFE = frozenset(
+    {
+        "slice",
+        "pad",
+        "concatenate",
+        "dynamic_slice",
+        "dynamic_update_slice",
+        "iota",
+        "random_bits",
+        "rev",
+        "split",
+        "gather",
+        "select_n",
+        "clamp",
+        "conv_general_dilated",
+        "reduce_precision",
+        "optimization_barrier",
+        "stack",
+        "unstack",
+        "random_wrap",
+        "random_unwrap",
+        "random_fold_in",
+        "random_seed",
+        "random_split",
+        "name",
+    }
+)
+ALONG = {  # primitives that mix only along one dimension, and the parameter that names it
+    "cumsum": "axis",
+    "cumprod": "axis",
+    "cummax": "axis",
+    "cummin": "axis",
+    "cumlogsumexp": "axis",
+    "sort": "dimension",
+    "argmax": "axes",
+    "argmin": "axes",
+    "reduce_max": "axes",
+    "reduce_min": "axes",
+    "reduce_and": "axes",
+    "reduce_or": "axes",
+    "reduce_prod": "axes",
+    "reduce_xor": "axes",
+}
+BODIES = frozenset({"remat2", "checkpoint", "remat", "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
+NOT_ELEMENTWISE = frozenset(
+    {
+        "scatter",
+        "scatter-add",
+        "scatter_add",
+        "scatter-mul",
+        "scatter-min",
+        "scatter-max",
+        "top_k",
+        "while",
+        "cond",
+        "all_to_all",
+        "all_gather",
+        "fft",
+        "cholesky",
+        "triangular_solve",
+        "lu",
+        "qr",
+        "eigh",
+        "svd",
+        "reduce_window_sum",
+        "reduce_window_max",
+        "select_and_scatter_add",
+        "approx_top_k",
+        "rng_bit_generator",
+    }
+)
+
+
+def mixed(eqn: Any, why: str) -> Kind:
+    """Mixed, with the reason and the place."""
+    return Kind("mixed", reason=f"{why} (`{eqn.primitive.name}` at {source_line(eqn) or 'unknown source'})")
+
+
+def elementwise(eqn: Any) -> bool:
+    """Same rank, dimensions equal or 1; scalars too."""
+    shape = eqn.outvars[0].aval.shape
+    return all(
+        v.aval.shape == ()
+        or (len(v.aval.shape) == len(shape) and all(a in (b, 1) for a, b in zip(v.aval.shape, shape, strict=True)))
+        for v in eqn.invars
+    )
+
+
+def rows(eqn: Any, rows: list[Kind], grown: tuple[int, ...], scaled: bool = False) -> Kind:
+    """Rows along the one dimension that grew."""
+    if len(grown) != 1:
+        return mixed(eqn, "the batch dimension is lost without a reduction")
+    if elementwise(eqn) and any(k.dim != grown[0] for k in rows):
+        return mixed(eqn, "examples meet examples in another dimension")
+    moved = eqn.primitive.name in SHAPE_ONLY or eqn.primitive.name in (
+        "concatenate",
+        "convert_element_type",
+        "select_n",
+        "add",
+        "lt",
+        "rem",
+        "slice",
+    )
+    return Kind("scaled_rows" if scaled else "rows", grown[0], position=moved and any(k.position for k in rows))
+
+
+def _reduce_sum(eqn: Any, operands: list[Kind], grown: tuple[int, ...], scaled: bool) -> Kind:
+    if operands[0].dim in eqn.params["axes"]:
+        return MEAN if scaled else SUM
+    return rows(eqn, operands, grown, scaled)
+
+
+def _reshape(eqn: Any, operands: list[Kind], grown: tuple[int, ...], scaled: bool) -> Kind:
+    if len(grown) != 1:
+        return mixed(eqn, "a reshape splits or loses the batch")
+    before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    if np.prod(before[: operands[0].dim]) != np.prod(after[: grown[0]]):
+        return mixed(eqn, "a reshape puts another dimension in front of the batch")
+    return rows(eqn, operands[:1], grown, scaled)
+
+
+def _dot(eqn: Any, operands: list[Kind], grown: tuple[int, ...], scaled: bool) -> Kind:
+    (contract, _batch) = eqn.params["dimension_numbers"]
+    contracted = [k.name == "rows" and k.dim in dims for k, dims in zip(operands, contract, strict=True)]
+    if all(contracted):
+        return SUM if not grown else mixed(eqn, "examples are contracted and kept at once")
+    if any(contracted):
+        return mixed(eqn, "examples are weighted by their place in the batch")
+    return rows(eqn, operands, grown, scaled)
+
+
+def _gather(eqn: Any, operands: list[Kind], grown: tuple[int, ...], scaled: bool) -> Kind:
+    numbers, (operand, indices) = eqn.params["dimension_numbers"], operands
+    if operand.name == "rows":
+        batched = operand.dim in getattr(numbers, "operand_batching_dims", ())
+        by_place = operand.dim in numbers.start_index_map and indices.position
+        whole = operand.dim not in numbers.start_index_map and operand.dim not in numbers.collapsed_slice_dims
+        if not (batched or by_place or whole):
+            return mixed(eqn, "examples are looked up across the batch")
+    return rows(eqn, [operand, indices], grown, scaled)
+
+
+def _touches_batch(dims_of: Callable[[Any], Sequence[int]]) -> Callable[..., Kind]:
+    def rule(eqn: Any, operands: list[Kind], grown: tuple[int, ...], scaled: bool) -> Kind:
+        if any(k.name == "rows" and k.dim in dims_of(eqn) for k in operands):
+            return mixed(eqn, "an operation along the batch")
+        return rows(eqn, [k for k in operands if k.name == "rows"], grown, scaled)
+
+    return rule
+
+
+def _sliced_dims(eqn: Any) -> list[int]:
+    shapes = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    return [d for d, (x, y) in enumerate(zip(*shapes, strict=True)) if x != y]
+
+
+def _padded_dims(eqn: Any) -> list[int]:
+    return [d for d, c in enumerate(eqn.params["padding_config"]) if tuple(c) != (0, 0, 0)]
+
+
+def _conv(eqn: Any, operands: list[Kind], grown: tuple[int, ...], scaled: bool) -> Kind:
+    if operands[1].name != "const" or operands[0].dim != eqn.params["dimension_numbers"].lhs_spec[0]:
+        return mixed(eqn, "a convolution over the batch")
+    return rows(eqn, operands[:1], grown, scaled)
+
+
+def _top_k(eqn: Any, operands: list[Kind], grown: tuple[int, ...], scaled: bool) -> Kind:
+    if operands[0].dim == len(eqn.invars[0].aval.shape) - 1:
+        return mixed(eqn, "an operation along the batch")
+    return rows(eqn, operands[:1], grown, scaled)
+
+
+RULES: dict[str, Callable[..., Kind]] = {
+    "reduce_sum": _reduce_sum,
+    "reshape": _reshape,
+    "dot_general": _dot,
+    "gather": _gather,
+    "conv_general_dilated": _conv,
+    "top_k": _top_k,
+    "concatenate": _touches_batch(lambda e: (e.params["dimension"],)),
+    "rev": _touches_batch(lambda e: e.params["dimensions"]),
+    "split": _touches_batch(lambda e: (e.params["axis"],)),
+    "slice": _touches_batch(_sliced_dims),
+    "dynamic_slice": _touches_batch(_sliced_dims),
+    "dynamic_update_slice": _touches_batch(_sliced_dims),
+    "pad": _touches_batch(_padded_dims),
+}

@@ -31,6 +31,7 @@ from uniap_jax.frontend.batch_rules import (
     Kind,
     elementwise,
     mixed,
+    rows,
 )
 
 FACTOR = 2

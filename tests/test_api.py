@@ -213,3 +213,31 @@ def test_case_37_nnx_objects_are_changed_in_place(stages):
 def test_plan_is_asked_for_too_early():
     with pytest.raises(uniap.TraceError, match="no plan yet"):
         _ = uniap.parallelize(train_step).plan
+
+
+def test_case_36_an_optimizer_built_anew_does_not_solve_again(caplog):
+    step = uniap.parallelize(train_step, **QUICK, donate_argnums=())
+    first = step(create_state(jax.random.key(0)), make_batch())
+    with caplog.at_level(logging.INFO, "uniap_jax"):
+        second = step(create_state(jax.random.key(0)), make_batch())
+    assert not [r for r in caplog.records if "planning again" in r.getMessage()]
+    assert first[1]["loss"] == second[1]["loss"]
+
+
+def test_case_36_static_argument_that_changes_plans_again():
+    def scaled(state, batch, config):
+        loss, grads = jax.value_and_grad(lambda w: config["scale"] * ((batch @ w) ** 2).mean())(state)
+        return state - grads, loss
+
+    step = uniap.parallelize(scaled, static_argnums=(2,), **QUICK, donate_argnums=())
+    state, batch = jnp.ones((4, 4)), jnp.ones((8, 4))
+    once, twice = step(state, batch, {"scale": 1.0}), step(state, batch, {"scale": 2.0})
+    np.testing.assert_allclose(twice[1], 2 * once[1], rtol=1e-6)
+
+
+def test_another_dtype_is_planned_again():
+    step = uniap.parallelize(train_step, **QUICK, donate_argnums=())
+    state, batch = create_state(jax.random.key(0)), make_batch()
+    step(state, batch)
+    _, metrics = step(state, {**batch, "x": batch["x"].astype(jnp.bfloat16)})
+    assert np.isfinite(metrics["loss"])

@@ -151,10 +151,17 @@ class Parallelized:
         for planned in self._planned:
             if _fits(planned, args):
                 return planned
-        if self._planned:
-            sizes = _batch_sizes(args, self._options.batch_argnums)
-            log.info("planning again for batch %s: the call differs from those planned before", sizes)
-        self._planned.append(plan_step(self._step, args, self._options))
+        graph = trace(
+            self._step,
+            *args,
+            batch_argnums=self._options.batch_argnums,
+            static_argnums=self._options.static_argnums,
+        )
+        # an optimizer built anew is another function, not another model: its update is compiled, nothing is solved
+        plan = next((p.plan for p in self._planned if p.graph.fingerprint == graph.fingerprint), self._options.plan)
+        if self._planned and plan is None:
+            log.info("planning again for batch %s: the call differs from those planned before", graph.batch_size)
+        self._planned.append(plan_graph(graph, plan, self._options))
         return self._planned[-1]
 
     @property
@@ -207,11 +214,6 @@ def _fits(planned: ParallelStep, args: tuple[Any, ...]) -> bool:
     return True
 
 
-def _batch_sizes(args: tuple[Any, ...], batch_argnums: tuple[int, ...]) -> int | None:
-    leaves = jax.tree.leaves([args[a] for a in batch_argnums if -len(args) <= a < len(args)])
-    return next((leaf.shape[0] for leaf in leaves if getattr(leaf, "shape", ())), None)
-
-
 def _bound_axis(train_step: Callable[..., Any], axis_name: str | None) -> Callable[..., Any]:
     """A step written for `pmap`, with its axis bound to the whole batch."""
     if axis_name is None:
@@ -225,16 +227,13 @@ def _bound_axis(train_step: Callable[..., Any], axis_name: str | None) -> Callab
     return whole_batch
 
 
-def plan_step(train_step: Callable[..., Any], args: Sequence[Any], options: Options) -> ParallelStep:
-    """Trace, profile, estimate, solve and compile for one form of the call."""
-    started = time.perf_counter()
-    graph = trace(train_step, *args, batch_argnums=options.batch_argnums, static_argnums=options.static_argnums)
+def plan_graph(graph: LayerGraph, plan: Plan | None, options: Options) -> ParallelStep:
+    """Compiles a plan for a traced step, found first where there is none."""
     for note in graph.notes:
         log.info("%s", note)
-    plan, planned = options.plan, time.perf_counter()
-    if plan is None:
-        plan = find_plan(graph, options)
-    log.info("traced in %.1f s, planned in %.1f s", planned - started, time.perf_counter() - planned)
+    started = time.perf_counter()
+    plan = plan or find_plan(graph, options)
+    log.info("planned in %.1f s", time.perf_counter() - started)
     return compile_plan(graph, plan, options.cluster, devices=options.devices, donate=options.donate)
 
 

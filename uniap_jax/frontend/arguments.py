@@ -126,6 +126,11 @@ class Arguments:
             raise PlanMismatchError(
                 f"the planned step takes {self.count} arguments, got {len(args)}", expected=self.count, got=len(args)
             )
+        for i, value in self.static.items():
+            if args[i] is not value and args[i] != value:
+                raise PlanMismatchError(
+                    f"static argument {i} is {args[i]!r}, the step was planned for {value!r}", argnum=i
+                )
         state, _ = self._split(self._state_args(args))
         leaves, tree = jax.tree.flatten(state)
         batch, batch_tree = jax.tree.flatten(self._batch_args(args))
@@ -152,6 +157,15 @@ class Arguments:
                     shape=np.shape(leaf),
                     expected=shape.shape,
                 )
+            if not isinstance(leaf, SCALARS) and leaf.dtype != shape.dtype:
+                found = abstract(leaf, name).dtype
+                if found != shape.dtype:
+                    raise PlanMismatchError(
+                        f"argument leaf {name} is {found}, the step was planned for {shape.dtype}",
+                        leaf=name,
+                        dtype=str(found),
+                        expected=str(shape.dtype),
+                    )
 
     def rebuild(self, state: Sequence[Any], batch: Sequence[Any]) -> tuple[Any, ...]:
         """The user's arguments from flat leaves."""

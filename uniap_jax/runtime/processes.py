@@ -74,7 +74,7 @@ class Group:
         self._failure: dict[str, Any] | None = None
         self._answers: dict[str, list[str]] = {}
         self._changed = threading.Condition()
-        self._closing = False
+        self._closed = threading.Event()
         self._waiting = False
         self._line = _dial(address, rank, timeout_s)
         self._send({"kind": "hello", "rank": rank})
@@ -131,9 +131,9 @@ class Group:
 
     def close(self) -> None:
         """Leaves the group: what happens to other ranks no longer concerns this one."""
-        if self._closing:
+        if self._closed.is_set():
             return
-        self._closing = True
+        self._closed.set()
         self._send({"kind": "bye"})
         if self._server is not None:
             self._server.finish()
@@ -173,16 +173,14 @@ class Group:
         self._fail({"rank": 0, "step": None, "message": "rank 0 ended: its line to this process was closed"})
 
     def _fail(self, failure: dict[str, Any]) -> None:
-        if self._closing:
+        if self._closed.is_set():
             return
         with self._changed:
             self._failure = failure
             waiting = self._waiting
             self._changed.notify_all()
-        if waiting:  # the main thread raises; end the process only if that does not
-            time.sleep(min(self.timeout_s, GRACE_S))
-            if self._closing:
-                return
+        if waiting and self._closed.wait(min(self.timeout_s, GRACE_S)):
+            return  # the main thread has raised; had it not, this process would have to end here
         self._on_failure(f"rank {self.rank}: {failure['message']}")
 
 

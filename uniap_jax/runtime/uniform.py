@@ -56,7 +56,7 @@ class UniformProgram:
         grad_shardings: Sequence[NamedSharding],
         donated: Sequence[int] = (),
     ) -> None:
-        self._graph = graph
+        self.graph = graph
         self.pipeline = pipeline
         self.state_shardings = tuple(state_shardings)
         self.batch_shardings = tuple(batch_shardings)
@@ -108,7 +108,7 @@ class UniformProgram:
 
     def _whole(self) -> tuple[Callable[..., list[Any]], list[Any], list[Any]]:
         """The step as a function of (donated leaves, kept leaves, batch leaves), their shapes, shardings of outputs."""
-        step, shardings = self._graph.step, self.state_shardings
+        step, shardings = self.graph.step, self.state_shardings
         everywhere = NamedSharding(self.mesh, PartitionSpec())
         outputs = [shardings[leaf] if leaf is not None else everywhere for leaf in step.output_leaf]
 
@@ -124,7 +124,7 @@ class UniformProgram:
         return whole, inputs, outputs
 
     def _train_step(self, state: Sequence[Any], batch: Sequence[Any]) -> list[Any]:
-        step, count = self._graph.step, len(self._graph.params)
+        step, count = self.graph.step, len(self.graph.params)
         ready = _evaluate(step.before, *state)
         results, grads = loss_and_grads(self.pipeline, ready[:count], ready[count:], batch)
         grads = [

@@ -46,16 +46,17 @@ def _lift_atom(atoms: Sequence[Any], new: list[tuple[Var, np.ndarray]]) -> Any:
     values = [np.asarray(a.val) for a in atoms]
     if all(np.array_equal(v, values[0], equal_nan=v.dtype.kind == "f") for v in values):
         return atoms[0]
-    var = Var(atoms[0].aval)
-    new.append((var, np.stack(values).astype(atoms[0].aval.dtype)))
+    aval: Any = atoms[0].aval
+    var = Var(aval)
+    new.append((var, np.stack(values).astype(aval.dtype)))
     return var
 
 
-def _lift_eqns(bodies: Sequence[Sequence[JaxprEqn]], new: list[tuple[Var, np.ndarray]]) -> list[JaxprEqn]:
+def _lift_eqns(bodies: Sequence[Sequence[JaxprEqn]], new: list[tuple[Var, np.ndarray]]) -> list[Any]:
     return [_lift_eqn(eqns, new) for eqns in zip(*bodies, strict=True)]
 
 
-def _lift_eqn(eqns: Sequence[JaxprEqn], new: list[tuple[Var, np.ndarray]]) -> JaxprEqn:
+def _lift_eqn(eqns: Sequence[JaxprEqn], new: list[tuple[Var, np.ndarray]]) -> Any:
     first = eqns[0]
     invars = [_lift_atom(atoms, new) for atoms in zip(*(e.invars for e in eqns), strict=True)]
     if not any(_differ(bodies) for bodies in zip(*map(inner_jaxprs, eqns), strict=True)):

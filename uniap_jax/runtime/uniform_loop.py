@@ -292,7 +292,7 @@ def _gpipe(pipeline: Pipeline, inputs: Inputs) -> Sums:
         held, sums, back, kept = _forward_tick(pipeline, inputs, tick, *carry)
         return (held, sums), (back, kept)
 
-    def backward(carry: tuple[list[Any], Sums], past: tuple[Any, list[Any], list[Any], list[Any]]) -> Any:
+    def backward(carry: tuple[list[Any], Sums], past: tuple[Any, Any, Any]) -> Any:
         tick, kept, fed = past
         return _backward_tick(pipeline, inputs, kept, fed, *carry, tick, lambda t, stage: t - stage), None
 

@@ -221,7 +221,8 @@ class StageTicks:
         def one(kind: str, i: int) -> Any:
             if kind == "index":
                 return index
-            return {"stacked": stacked, "shared": shared, "batch": rows, "slot": slots}[kind][i]
+            places: dict[str, Any] = {"stacked": stacked, "shared": shared, "batch": rows, "slot": slots}
+            return places[kind][i]
 
         found = [one(*source) for source in self.run.sources]
         return [None if x is None else self._pin(x, s) for x, s in zip(found, self.run.specs, strict=True)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pathlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,10 +10,10 @@ from uniap_jax.core.dim_rules import rule_for
 from uniap_jax.core.dim_shape_rules import CONST, LIVE, PARAM, Rule, Use, shape_of, unknown
 from uniap_jax.core.jax_compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from uniap_jax.core.jaxprs import open_jaxpr
+from uniap_jax.core.sources import source_line
 
 _CALLS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 _INDEXED = ("gather", "dynamic_slice", "dot_general", "conv_general_dilated")
-_LIBRARIES = frozenset({"jax", "jaxlib", "flax", "optax", "chex"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,16 +56,6 @@ def walk(jaxpr: ClosedJaxpr, num_params: int, num_operands: int) -> Walked:
         if out.dims is not None and len(out.dims) > 1:
             builder.boundary(out.dims)
     return Walked(classes=builder.classes(), notes=tuple(builder.notes.values()))
-
-
-def source_line(eqn: JaxprEqn) -> str:
-    """`file:line` of the user's code that made an equation, "" where unknown."""
-    traceback: Any = eqn.source_info.traceback
-    for frame in traceback.frames if traceback is not None else ():
-        path = pathlib.PurePath(frame.file_name)
-        if path.suffix == ".py" and not _LIBRARIES.intersection(path.parts[:-1]):
-            return f"{path.name}:{frame.line_num}"
-    return ""
 
 
 def inner_jaxpr(eqn: JaxprEqn) -> Jaxpr | None:

@@ -121,7 +121,7 @@ def _dot_flops(eqn: JaxprEqn) -> float:
 def _conv_flops(eqn: JaxprEqn) -> float:
     rhs = shape_of(eqn.invars[1]).shape
     per_output = math.prod(rhs[d] for d in eqn.params["dimension_numbers"].rhs_spec[1:])
-    return 2.0 * per_output * math.prod(shape_of(eqn.outvars[0]).shape)
+    return float(2.0 * per_output * math.prod(shape_of(eqn.outvars[0]).shape))
 
 
 def eqn_flops(eqn: JaxprEqn) -> float:

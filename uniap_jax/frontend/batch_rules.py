@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from uniap_jax.frontend.labels import source_line
+from uniap_jax.core.sources import source_line
 
 
 @dataclass(frozen=True, slots=True)

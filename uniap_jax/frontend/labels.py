@@ -2,29 +2,12 @@
 
 from __future__ import annotations
 
-import pathlib
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 from uniap_jax.core.jaxprs import eqn_flops
-
-LIBRARIES = ("jax", "jaxlib", "flax", "optax", "chex", "uniap_jax")
-STANDARD = ("contextlib.py", "functools.py", "threading.py", "runpy.py")
-
-
-def _is_library(path: pathlib.PurePath) -> bool:
-    return any(part in LIBRARIES for part in path.parts[:-1]) or path.name in STANDARD
-
-
-def source_line(eqn: Any) -> str:
-    """`file.py:line` of the innermost frame that is not a library's; "" where the trace kept none."""
-    traceback = eqn.source_info.traceback
-    for frame in traceback.frames if traceback is not None else ():
-        path = pathlib.PurePath(frame.file_name)
-        if path.suffix == ".py" and not _is_library(path):
-            return f"{path.name}:{frame.line_num}"
-    return ""
+from uniap_jax.core.sources import source_line
 
 
 def module_path(eqn: Any) -> tuple[str, ...]:

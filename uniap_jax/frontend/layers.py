@@ -9,8 +9,9 @@ from typing import Any
 from uniap_jax.core.graph import Layer
 from uniap_jax.core.jax_compat import Literal, Var
 from uniap_jax.core.jaxprs import close, signature, total_flops, variables
+from uniap_jax.core.sources import source_line
 from uniap_jax.frontend.cut import dependent
-from uniap_jax.frontend.labels import layer_name, source_line, unique_names
+from uniap_jax.frontend.labels import layer_name, unique_names
 from uniap_jax.frontend.split import LossTape
 
 

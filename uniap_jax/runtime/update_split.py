@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import PurePath
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ from uniap_jax.core.graph import LayerGraph
 from uniap_jax.core.jax_compat import ClosedJaxpr, JaxprEqn, Literal, Var
 from uniap_jax.core.jaxprs import variables
 from uniap_jax.core.plan import Plan
+from uniap_jax.core.sources import source_line
 from uniap_jax.runtime.flow import Flow
 from uniap_jax.runtime.homes import LeafHome, ParamHome, result_stages
 from uniap_jax.runtime.programs import aval_shape
@@ -190,19 +190,6 @@ def _piece(
         sent=len(sent),
         positions=tuple(positions),
     )
-
-
-LIBRARIES = ("site-packages", "dist-packages")
-
-
-def source_line(eqn: JaxprEqn) -> str:
-    """`file.py:line` of the innermost frame outside installed libraries, else of the innermost; "" where unknown."""
-    traceback = eqn.source_info.traceback
-    frames: list[Any] = list(traceback.frames) if traceback is not None else []
-    own = [f for f in frames if not any(part in LIBRARIES for part in PurePath(f.file_name).parts)]
-    for frame in own or frames:
-        return f"{PurePath(frame.file_name).name}:{frame.line_num}"
-    return ""
 
 
 def phases(pieces: Iterable[Piece]) -> int:

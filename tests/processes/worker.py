@@ -21,16 +21,18 @@ import uniform_support as support
 from uniap_jax.core.graph import LayerGraph
 from uniap_jax.frontend import trace
 from uniap_jax.runtime import compile as compile_plan
-from uniap_jax.runtime.processes import Group, agree_on_plan, agree_on_program, connect, global_batch
+from uniap_jax.runtime.processes import Group, agree_on_plan, agree_on_program, connect, global_batch, local_rows
 from uniap_jax.runtime.uniform import compile_uniform
 
 STEPS = 20
 
 
-def rows_of(batch: list[np.ndarray], rank: int, size: int) -> list[np.ndarray]:
-    """The rows this process has read."""
-    share = batch[0].shape[0] // size
-    return [np.asarray(x)[rank * share : (rank + 1) * share] for x in batch]
+def rows_of(graph: LayerGraph, batch: list[np.ndarray], shardings: Any) -> list[jax.Array]:
+    """The global batch from the rows this process has to read, which are fewer than all."""
+    mine = [local_rows(v, s) for v, s in zip(graph.step.batch, shardings, strict=True)]
+    assert all(len(rows) < len(x) for rows, x in zip(mine, batch, strict=True))
+    local = [np.asarray(x)[rows] for x, rows in zip(batch, mine, strict=True)]
+    return global_batch(local, graph.step.batch, shardings)
 
 
 def one_stage(group: Group, graph: LayerGraph, batch: list[np.ndarray], state: Any) -> list[float]:
@@ -44,7 +46,7 @@ def one_stage(group: Group, graph: LayerGraph, batch: list[np.ndarray], state: A
     agree_on_program(group, step.lower())
     tree = jax.tree.structure(state)
     leaves = jax.tree.leaves(step.place(state, batch_tree(batch)))
-    rows = global_batch(rows_of(batch, group.rank, group.size), graph.step.batch, step.batch_shardings)
+    rows = rows_of(graph, batch, step.batch_shardings)
 
     def run(leaves: list[Any]) -> list[Any]:
         new, metrics = step(jax.tree.unflatten(tree, leaves), batch_tree(rows))
@@ -70,7 +72,7 @@ def equal_stages(
     program = compile_uniform(graph, plan, jax.devices(), donated=[i for i in graph.step.output_leaf if i is not None])
     agree_on_program(group, program.lower())
     leaves: list[Any] = program.create(lambda: support.residual(aux=False)[0])
-    rows = global_batch(rows_of(batch, group.rank, group.size), graph.step.batch, program.batch_shardings)
+    rows = rows_of(graph, batch, program.batch_shardings)
 
     def run(leaves: list[Any]) -> list[Any]:
         outputs = program(leaves, rows)

@@ -77,20 +77,28 @@ class Server:
     def finish(self) -> None:
         """Waits until every rank has left, or for the time-out, and stops listening."""
         self._done.wait(self._timeout_s)
-        self._listener.close()
+        self._done.set()
+        self._thread.join()
 
     def _serve(self) -> None:
         while not self._done.is_set():
-            for key, _ in self._selector.select(TICK_S):
-                if key.fileobj is self._listener:
-                    line, _ = self._listener.accept()
-                    self._selector.register(line, selectors.EVENT_READ, _Member(line))
-                else:
-                    self._read(key.data)
-            if not self._failed:
-                self._watch()
-            if len(self._members) == self._size and all(m.left for m in self._members.values()):
-                self._done.set()
+            self._turn()
+        for key in list(self._selector.get_map().values()):
+            key.fileobj.close()  # type: ignore[union-attr]
+        self._selector.close()
+
+    def _turn(self) -> None:
+        """One look at every line."""
+        for key, _ in self._selector.select(TICK_S):
+            if key.fileobj is self._listener:
+                line, _ = self._listener.accept()
+                self._selector.register(line, selectors.EVENT_READ, _Member(line))
+            else:
+                self._read(key.data)
+        if not self._failed:
+            self._watch()
+        if len(self._members) == self._size and all(m.left for m in self._members.values()):
+            self._done.set()
 
     def _read(self, member: _Member) -> None:
         try:
@@ -99,6 +107,7 @@ class Server:
             data = b""
         if not data or len(member.rest) > LINE_BYTES:
             self._selector.unregister(member.line)
+            member.line.close()
             if member.rank is not None and not member.left:
                 self._fail(member.rank, f"rank {member.rank} ended {_where(member)}: its process is gone")
                 member.left = True
@@ -147,7 +156,7 @@ class Server:
         steps = {r: m.step for r, m in self._members.items() if m.step is not None and not m.left}
         if not steps:
             return
-        ahead = max(steps, key=lambda r: steps[r])
+        ahead = max(sorted(steps), key=lambda r: steps[r])
         for rank, member in sorted(self._members.items()):
             behind = member.step is None or member.step < steps[ahead]
             if behind and not member.left and now - self._members[ahead].since > self._timeout_s:

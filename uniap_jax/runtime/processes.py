@@ -29,7 +29,7 @@ from uniap_jax.core.plan import Plan
 from uniap_jax.core.serialize import plan_from_json, plan_to_json
 from uniap_jax.runtime.process_server import Server, receive_lines, send_line
 
-__all__ = ["Group", "agree_on_plan", "agree_on_program", "connect", "global_batch"]
+__all__ = ["Group", "agree_on_plan", "agree_on_program", "connect", "global_batch", "local_rows"]
 
 log = logging.getLogger("uniap_jax")
 
@@ -273,7 +273,7 @@ def global_batch(local: Sequence[Any], values: Sequence[Value], shardings: Seque
     """The global batch from the rows that each process has read.
 
     Args:
-        local: batch leaves of this process: its rows of the global batch, in order; or all rows.
+        local: batch leaves of this process: its `local_rows` of the global batch, in order; or all rows.
         values: shapes of the global leaves.
         shardings: of the leaves, from the compiled step.
     """
@@ -281,3 +281,17 @@ def global_batch(local: Sequence[Any], values: Sequence[Value], shardings: Seque
         jax.make_array_from_process_local_data(s, np.asarray(x), v.shape)
         for x, v, s in zip(local, values, shardings, strict=True)
     ]
+
+
+def local_rows(value: Value, sharding: NamedSharding) -> np.ndarray:
+    """Which rows of the global batch this process has to read, in order.
+
+    A process whose devices split the batch with others reads its share; one whose devices hold it whole reads it all.
+
+    Args:
+        value: shape of a global batch leaf.
+        sharding: of the leaf, from the compiled step.
+    """
+    places = sharding.addressable_devices_indices_map(value.shape).values()
+    rows = [np.arange(value.shape[0])[place[0]] for place in places if place is not None]
+    return np.unique(np.concatenate(rows))

@@ -132,9 +132,6 @@ def test_every_parameter_is_in_a_layer(name: str) -> None:
     assert used == set(range(len(graph.params)))
     assert len(graph.layers) >= (1 if name == "flaxex_nnx_scan" else 2)
     assert all(a < b for a, b, _ in graph.edges)
-    total = sum(layer.flops for layer in graph.layers)
-    lightest = min(layer.flops for layer in graph.layers)
-    assert lightest >= 0.01 * total, [(layer.name, layer.flops / total) for layer in graph.layers]
 
 
 @pytest.mark.parametrize(("name", "stages", "microbatches", "strategy"), _pairs())

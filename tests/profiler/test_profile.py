@@ -21,7 +21,7 @@ def graph():
 
 
 def measure(graph, folder, **options):
-    given = {"num_stages": (1, 2), "num_microbatches": (1, 2), "keeps": ("all",), "budget_s": 12.0}
+    given = {"num_stages": (1, 2), "num_microbatches": (1, 2), "keeps": ("all",), "budget_s": 60.0}
     return profile(graph, local_cluster(), cache_dir=folder, **(given | options))
 
 

@@ -19,25 +19,9 @@ from numpy.typing import NDArray
 
 from uniap_jax.core.costs import MEMORY_TOLERANCE, CostTables, FloatArray
 from uniap_jax.planner.chain import Chain, has_spine
+from uniap_jax.planner.multipliers import Multipliers
 
 _Scalar = TypeVar("_Scalar", bound=np.generic)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Multipliers:
-    """Prices of the constraints.
-
-    Attributes:
-        time: [stages] t.
-        link: [stages - 1] s.
-        iteration: [stages] d.
-        memory: [stages] m, seconds per byte.
-    """
-
-    time: FloatArray
-    link: FloatArray
-    iteration: FloatArray
-    memory: FloatArray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -14,7 +14,7 @@ import numpy as np
 
 from uniap_jax.core.costs import Assignment, CostTables
 from uniap_jax.planner.baselines import MEMORY_STEPS, fill_stages, layerwise_dp
-from uniap_jax.planner.bounds import Multipliers, lagrangian_bound, path_value, separable_bound
+from uniap_jax.planner.bounds import lagrangian_bound, path_value, separable_bound
 from uniap_jax.planner.chain import Chain, chain_of
 from uniap_jax.planner.clock import Clock
 from uniap_jax.planner.columns import MAX_LABELS, grow_columns
@@ -22,6 +22,7 @@ from uniap_jax.planner.infeasible import least_memory
 from uniap_jax.planner.intervals import MANY, Intervals, build_intervals, guide, widest
 from uniap_jax.planner.master import Network, Path, master_mip, network_of, path_of, search_paths, without_hopeless
 from uniap_jax.planner.mip_model import solve_mip
+from uniap_jax.planner.multipliers import Multipliers
 
 FIRST_TARGET = 2e-3
 """First target above the bound, relative; each further one is TARGET_GROWTH times as far."""

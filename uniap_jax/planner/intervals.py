@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from uniap_jax.core.costs import BoolArray, FloatArray
-from uniap_jax.planner.bounds import Multipliers
 from uniap_jax.planner.chain import Chain, IntArray
+from uniap_jax.planner.multipliers import Multipliers
 
 CHUNK = 4_000_000
 """Numbers per temporary array."""

@@ -63,7 +63,14 @@ def test_str_of_a_plan_holds_table_status_bound_gap_and_seconds() -> None:
     lines = text.splitlines()
     assert lines[0] == "2 stages, 4 micro-batches, 1F1B, batch 16, 8 devices (cpu)"
     assert [c.strip() for c in lines[1].split("|")] == ["stage", "devices", "layers", "strategy", "time", "memory"]
-    for fact in ("125 ms predicted, from layers measured", "optimal", "bound 125 ms", "gap 0.00 %", "250 ms", "data 200 ms"):
+    for fact in (
+        "125 ms predicted, from layers measured",
+        "optimal",
+        "bound 125 ms",
+        "gap 0.00 %",
+        "250 ms",
+        "data 200 ms",
+    ):
         assert fact in text
     assert lines[-1] == "note: a note"
     assert all(line == line.rstrip() for line in lines)

@@ -66,5 +66,6 @@ def with_gradients(graph: LayerGraph) -> LayerGraph:
         output_leaf=(*step.output_leaf, *([None] * extra)),
         flatten=lambda state, batch: (list(state), list(batch)),
         unflatten=lambda outputs, *_: list(outputs),
+        state_result=list,
     )
     return replace(graph, step=with_grads, microbatch=lambda count: replace(graph.microbatch(count), step=with_grads))

@@ -147,7 +147,7 @@ def stage_mesh(plan: Plan, devices: Sequence[Any]) -> Mesh:
     sizes = [len(d) for d in plan.stage_devices]
     if len(set(sizes)) > 1:
         raise StrategyError(
-            f"stages have {sizes} devices; one program needs the same number on every stage, use executor='stages'",
+            f"stages have {sizes} devices; one program needs the same number on every stage, use compile_plan",
             devices=tuple(sizes),
         )
     shape = [p for _, p in axis_sizes(sizes[0])] or [1]
@@ -171,9 +171,7 @@ def compile_uniform(
         TraceError: the batch must not be split into the plan's micro-batches.
     """
     if plan.num_stages < 2:
-        raise StrategyError(
-            "a plan of one stage is one program already; use executor='stages'", num_stages=plan.num_stages
-        )
+        raise StrategyError("a plan of one stage is one program already; use compile_plan", num_stages=plan.num_stages)
     mesh = stage_mesh(plan, devices)
     micro = graph if plan.num_microbatches == graph.num_microbatches else graph.microbatch(plan.num_microbatches)
     parts = _parts(micro, plan)

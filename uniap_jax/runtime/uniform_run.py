@@ -114,7 +114,7 @@ def uniform_range(graph: LayerGraph, plan: Plan) -> tuple[int, int]:
     if sorted(stages) != stages or first_end < 0 or set(stages) != set(range(plan.num_stages)):
         raise StrategyError(
             f"stages {stages} do not follow the order of the layers over {plan.num_stages} stages, so they cannot run "
-            "as one program; use executor='stages'",
+            "as one program; use compile_plan",
             stages=tuple(stages),
         )
 
@@ -139,7 +139,7 @@ def uniform_range(graph: LayerGraph, plan: Plan) -> tuple[int, int]:
             f"stage {wrong} has {whole[wrong]} layers, of which {counts[wrong]} equal {graph.layers[first_end].name} "
             f"(same operations, strategy {plan.layers[first_end].strategy}); equal layers per stage: {counts}. One "
             "program needs the same number on every stage, with other layers only before them on the first stage and "
-            "after them on the last; plan with equal_stages, or use executor='stages'",
+            "after them on the last; use compile_plan",
             stage=wrong,
             counts=tuple(counts),
         )
@@ -159,7 +159,7 @@ def stacked_run(graph: LayerGraph, layers: Sequence[Layer], strategy: Strategy) 
         body, literals = lift_literals([layer.jaxpr for layer in layers])
     except NotEqual as error:
         raise StrategyError(
-            f"layers {first.name} to {layers[-1].name} cannot run as one program: {error}; use executor='stages'",
+            f"layers {first.name} to {layers[-1].name} cannot run as one program: {error}; use compile_plan",
             layer=first.name,
         ) from None
     slots, of_read = _slots(graph, layers, sharding)
@@ -227,7 +227,7 @@ class _Inputs:
         if len(set(found)) > 1:
             raise StrategyError(
                 f"layers {layers[0].name} and {layers[-1].name} read different leaves of the batch "
-                f"({operands[0].name}, {operands[-1].name}), so they cannot run as one program; use executor='stages'",
+                f"({operands[0].name}, {operands[-1].name}), so they cannot run as one program; use compile_plan",
                 layer=layers[0].name,
             )
         return (operands[0].kind, operands[0].leaf)
@@ -274,7 +274,7 @@ def _slots(graph: LayerGraph, layers: Sequence[Layer], sharding: LayerSharding) 
         if output is None and len({layer.reads[j] for layer in layers}) > 1:
             raise StrategyError(
                 f"layers {layers[0].name} to {layers[-1].name} are wired unequally: their input number {j} does not "
-                "come from the layer before in all of them, so they cannot run as one program; use executor='stages'",
+                "come from the layer before in all of them, so they cannot run as one program; use compile_plan",
                 layer=layers[0].name,
             )
         of_read.append(len(slots))

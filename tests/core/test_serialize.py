@@ -2,6 +2,7 @@ import copy
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 from uniap_jax.core import serialize
 from uniap_jax.core.errors import PlanMismatchError, ProfileError
-from uniap_jax.core.plan import Certificate, LayerPlan, Plan, Prediction
+from uniap_jax.core.plan import Alternative, Binding, Certificate, LayerPlan, Plan, Prediction, WhatIf
 from uniap_jax.core.profile import Key, LayerCost, LinkFit, Profile, Rates
 from uniap_jax.core.serialize import load, plan_from_json, plan_to_json, profile_from_json, profile_to_json, save
 from uniap_jax.core.strategy import Strategy, enumerate_strategies
@@ -30,6 +31,28 @@ def plan(strategies=TWO):
         graph_fingerprint="abc",
         device_kind="cpu",
     )
+
+
+def explained():
+    """A plan whose certificate says why, with an alternative of one stage."""
+    other = Alternative(
+        what="1 stage, 1 micro-batch",
+        num_stages=1,
+        num_microbatches=1,
+        schedule="gpipe",
+        stage_devices=((0, 1, 2, 3, 4, 5, 6, 7),),
+        layers=tuple(LayerPlan(name=f"layer {i}", stage=0, strategy=Strategy(data=8)) for i in range(2)),
+        prediction=Prediction(step_time_s=0.8),
+        bound_s=0.75,
+    )
+    why = Certificate(
+        status="optimal",
+        bound_s=0.5,
+        binding=(Binding(kind="memory", index=1, seconds=0.1, share=0.98),),
+        what_ifs=(WhatIf(what="10 % more memory", step_time_s=0.45, bound_s=0.45, num_stages=2, num_microbatches=4),),
+        alternatives=(other,),
+    )
+    return replace(plan(), certificate=why)
 
 
 def profile():
@@ -65,6 +88,14 @@ def edited(data, path, value):
 def test_plans_survive_the_round_trip(strategies):
     found = plan(strategies)
     assert plan_from_json(json.loads(json.dumps(plan_to_json(found)))) == found
+
+
+def test_why_a_plan_survives_the_round_trip():
+    found = plan_from_json(json.loads(json.dumps(plan_to_json(explained()))))
+    assert found == explained()
+    other = found.with_alternative(0)
+    assert (other.num_stages, other.prediction.step_time_s, other.certificate.gap) == (1, 0.8, pytest.approx(0.375))
+    assert plan_from_json(plan_to_json(other)) == other
 
 
 def test_profiles_survive_the_round_trip(tmp_path):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from uniap_jax.core.plan_text import format_plan
 from uniap_jax.core.strategy import Strategy
 
 SCHEDULES = ("gpipe", "one_f_one_b")
+EXECUTORS = ("stages", "program")
 STATUSES = ("optimal", "feasible", "infeasible", "no_plan_in_time", "pinned")
 
 
@@ -27,6 +28,25 @@ class LayerPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryParts:
+    """What the predicted peak of a stage's device is made of, in bytes; the sum is the peak.
+
+    Attributes:
+        parameters: as stored between steps.
+        optimizer: the rest of the training state.
+        gradients: and where they are accumulated.
+        activations: kept for the backward by the micro-batches in flight.
+        transients: working memory of the layer that runs, the batch, and what else the tables count.
+    """
+
+    parameters: float
+    optimizer: float
+    gradients: float
+    activations: float
+    transients: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
     """What the cost model expects of the plan.
 
@@ -38,6 +58,7 @@ class Prediction:
         peak_bytes: per stage, peak memory per device.
         capacity_bytes: per stage, memory allowed per device.
         source: "measured", "compiled" or "described": where the numbers come from.
+        memory: per stage, what `peak_bytes` is made of; () where it was not taken apart.
     """
 
     step_time_s: float
@@ -47,6 +68,89 @@ class Prediction:
     peak_bytes: tuple[float, ...] = ()
     capacity_bytes: tuple[float, ...] = ()
     source: str = "described"
+    memory: tuple[MemoryParts, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alternative:
+    """Another plan for the same step, and what it would cost; `Plan.with_alternative` makes it a plan.
+
+    Attributes:
+        what: sets it apart, for people: "4 stages, 8 micro-batches" or "without data=8".
+        num_stages: pipeline stages.
+        num_microbatches: micro-batches per step.
+        schedule: "gpipe" or "one_f_one_b".
+        stage_devices: per stage, as in `Plan`.
+        layers: per layer in trace order.
+        prediction: what the cost model expects.
+        bound_s: no plan of this description is faster.
+    """
+
+    what: str
+    num_stages: int
+    num_microbatches: int
+    schedule: str
+    stage_devices: tuple[tuple[int, ...], ...]
+    layers: tuple[LayerPlan, ...]
+    prediction: Prediction
+    bound_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Binding:
+    """One thing that keeps the step from being shorter.
+
+    Attributes:
+        kind: "memory" (of a stage: with more of it another plan would be faster), "stage" or "link" (the slowest one,
+            which sets the pace of the pipeline), "fill" (stages that wait while the pipeline fills and drains), "once"
+            (the slowest stage's once-per-step part).
+        index: of the stage, or of the boundary after stage `index`; 0 for "fill".
+        seconds: of the step time that it is behind; for memory, what unlimited memory would save.
+        share: of the step time; for memory, how full the stage is.
+    """
+
+    kind: str
+    index: int
+    seconds: float
+    share: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WhatIf:
+    """The best plan of a problem that differs in one thing.
+
+    Attributes:
+        what: "10 % more memory" or "unlimited memory".
+        step_time_s: of its best plan found; never above the plan's own.
+        bound_s: no plan of that problem is faster.
+        num_stages: of that plan.
+        num_microbatches: of that plan.
+    """
+
+    what: str
+    step_time_s: float
+    bound_s: float
+    num_stages: int
+    num_microbatches: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Searched:
+    """What the search knows of one candidate.
+
+    Attributes:
+        num_stages: P.
+        num_microbatches: c.
+        schedule: one of SCHEDULES.
+        bound_s: no plan of this candidate is faster; None where it has no plan at all.
+        outcome: "chosen", "pruned" (its bound is no better than the plan), "no plan" or "open" (time was up first).
+    """
+
+    num_stages: int
+    num_microbatches: int
+    schedule: str
+    bound_s: float | None
+    outcome: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +166,9 @@ class Certificate:
         candidates: (stages, micro-batches) pairs looked at.
         baselines: (engine, step time in seconds or None where it found no plan) over the same tables.
         notes: one sentence each.
+        binding: what keeps the step from being shorter, what matters most first.
+        what_ifs: best plans of the same problem with one thing changed.
+        alternatives: other plans, fastest first; where they were asked for.
     """
 
     status: str
@@ -72,6 +179,9 @@ class Certificate:
     candidates: int = 0
     baselines: tuple[tuple[str, float | None], ...] = ()
     notes: tuple[str, ...] = field(default=())
+    binding: tuple[Binding, ...] = ()
+    what_ifs: tuple[WhatIf, ...] = ()
+    alternatives: tuple[Alternative, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +197,9 @@ class Plan:
         layers: per layer in trace order.
         prediction: what the cost model expects.
         certificate: what was proved.
+        executor: what runs several stages: "stages", a program for each of them, or "program", one for all, whose
+            stages hold equal shares of one run of equal layers. Layers before the run stand on the first stage and
+            layers after it on the last, but run on all devices; a loop over layers is one layer that all stages share.
         graph_fingerprint: of the LayerGraph.
         device_kind: of the cluster, for example "cpu" or "TPU v5 lite".
         version: of this schema.
@@ -100,6 +213,7 @@ class Plan:
     layers: tuple[LayerPlan, ...]
     prediction: Prediction
     certificate: Certificate
+    executor: str = "stages"
     graph_fingerprint: str = ""
     device_kind: str = ""
     version: int = 1
@@ -112,6 +226,34 @@ class Plan:
     def stage_layers(self, stage: int) -> tuple[int, ...]:
         """Indices of the layers of one stage, in trace order."""
         return tuple(i for i, layer in enumerate(self.layers) if layer.stage == stage)
+
+    def with_alternative(self, number: int) -> Plan:
+        """The plan of `certificate.alternatives[number]`: feasible, with the gap to the bound of all plans.
+
+        Raises:
+            IndexError: there are not so many.
+        """
+        other, proof = self.certificate.alternatives[number], self.certificate
+        value = other.prediction.step_time_s
+        return replace(
+            self,
+            num_stages=other.num_stages,
+            num_microbatches=other.num_microbatches,
+            schedule=other.schedule,
+            stage_devices=other.stage_devices,
+            layers=other.layers,
+            prediction=other.prediction,
+            certificate=Certificate(
+                status="feasible",
+                bound_s=proof.bound_s,
+                gap=max(0.0, (value - proof.bound_s) / value) if value > 0 else 0.0,
+                engine=proof.engine,
+                seconds=proof.seconds,
+                candidates=proof.candidates,
+                baselines=proof.baselines,
+                notes=(*proof.notes, f"an alternative to the best plan: {other.what}"),
+            ),
+        )
 
     def __str__(self) -> str:
         return format_plan(self)

@@ -152,11 +152,31 @@ def tolerance_of(graph: LayerGraph) -> dict[str, float]:
     floats = [v.dtype for v in (*graph.params, *graph.values) if jax.numpy.issubdtype(v.dtype, jax.numpy.floating)]
     if any(np.dtype(d).itemsize < 4 for d in floats):
         return LOW_PRECISION
-    return WHOLE_BATCH if graph.split_reason else TOLERANCE
+    return WHOLE_BATCH if graph.split_cause == "statistic" else TOLERANCE
+
+
+class OneDevice:
+    """The user's own step on one device, compiled once for all the plans that are compared with it.
+
+    Args:
+        graph: the captured step.
+        device: where it runs; the first of `jax.devices()` by default.
+    """
+
+    def __init__(self, graph: LayerGraph, device: Any = None) -> None:
+        with jax.default_device(device):
+            self.step = jax.jit(graph.step.flat)
+            self.gradients = jax.jit(reference_gradients(graph))
 
 
 def check_plan(
-    graph: LayerGraph, plan: Plan, args: Sequence[Any], *, devices: Sequence[Any] | None = None, steps: int = 3
+    graph: LayerGraph,
+    plan: Plan,
+    args: Sequence[Any],
+    *,
+    devices: Sequence[Any] | None = None,
+    steps: int = 3,
+    one_device: OneDevice | None = None,
 ) -> CheckReport:
     """Runs a plan and the user's own step on one device from the same start and compares them.
 
@@ -166,19 +186,18 @@ def check_plan(
         args: arguments of the first call; the batch is used at every step.
         devices: devices of the plan; `jax.devices()` by default.
         steps: optimizer steps.
+        one_device: of the same graph, where several plans are compared with it.
     """
     devices = list(jax.devices() if devices is None else devices)
     planned = compile_plan(with_gradients(graph), plan, devices=devices, donate=False)
     state, batch = graph.step.flatten(*args)
-    with jax.default_device(devices[0]):
-        reference = jax.jit(graph.step.flat)
-        gradients = jax.jit(reference_gradients(graph))
+    reference = one_device or OneDevice(graph, devices[0])
     ours, theirs = list(state), list(state)
     differences, outs, expected = [], [], []
     for _ in range(steps):
-        loss, _ = gradients(*theirs, *batch)
-        _, grads = gradients(*planned.gather(ours), *batch)
-        expected = reference(*theirs, *batch)
+        loss, _ = reference.gradients(*theirs, *batch)
+        _, grads = reference.gradients(*planned.gather(ours), *batch)
+        expected = reference.step(*theirs, *batch)
         outs = planned(ours, batch)
         extra = 1 + len(graph.params)
         outs, (planned_loss, *planned_grads) = outs[:-extra], outs[-extra:]

@@ -9,6 +9,7 @@ import optax
 import pytest
 from flax import linen as nn
 
+from uniap_jax.check import TOLERANCE, WHOLE_BATCH, tolerance_of
 from uniap_jax.core.errors import TraceError
 from uniap_jax.core.reference import reference_gradients
 from uniap_jax.frontend import trace
@@ -93,6 +94,7 @@ def test_losses_that_must_not_be_split(name):
     graph = traced(loss)
     assert graph.split_reason
     assert why in graph.split_reason
+    assert graph.split_cause == "statistic"
     with pytest.raises(TraceError) as caught:
         graph.microbatch(2)
     assert caught.value.num_microbatches == 2
@@ -118,26 +120,70 @@ def test_batch_must_divide():
     assert (caught.value.batch_size, caught.value.num_microbatches) == (8, 3)
 
 
-def test_step_written_for_one_batch_size():
-    def loss(w, b):
-        return (jnp.ones((8, 3)) * logits(w, b)).mean()
+def _fixed(w, b):
+    return (jnp.ones((8, 3)) * logits(w, b)).mean()
 
+
+def _asserted(w, b):
+    assert b["x"].shape == (8, 4), "a batch of eight"
+    return logits(w, b).mean()
+
+
+def _another(w, b):
+    out = logits(w, b)
+    return (jnp.tanh(out) if b["x"].shape[0] == 8 else out).mean()
+
+
+def _unknown(w, b):
+    return jnp.abs(jnp.fft.fft(logits(w, b))).mean()
+
+
+@pytest.mark.parametrize(
+    ("loss", "cause", "why"),
+    [
+        (_fixed, "shapes", "does not trace at another batch size"),
+        (_asserted, "shapes", "a batch of eight"),
+        (_another, "shapes", "something else at another batch size"),
+        (_unknown, "unknown", "`fft` at "),
+    ],
+)
+def test_a_batch_that_cannot_be_followed_is_not_one_whose_examples_meet(loss, cause, why):
     graph = traced(loss)
-    assert "another batch size" in graph.split_reason
+    assert graph.split_cause == cause
+    assert why in graph.split_reason
+    assert tolerance_of(graph) == TOLERANCE
+    assert tolerance_of(traced(MIXING["normalised"][0])) == WHOLE_BATCH
 
 
-@pytest.mark.parametrize("remat", [False, True])
-def test_dropout_does_not_change_with_micro_batches(remat):
+class Block(nn.Module):
+    width: int = 6
+
+    @nn.compact
+    def __call__(self, x, _=None):
+        return nn.Dropout(0.5, deterministic=False)(jnp.tanh(nn.Dense(self.width)(x))), None
+
+
+def _looped(block):
+    return nn.scan(
+        block, variable_axes={"params": 0}, split_rngs={"params": True, "dropout": True}, length=3, in_axes=nn.broadcast
+    )(4)
+
+
+BLOCKS = {
+    "plain": lambda: Block(),
+    "checkpoint": lambda: nn.remat(Block)(),
+    "loop": lambda: _looped(Block),
+    "loop of checkpoints": lambda: _looped(nn.remat(Block, prevent_cse=False)),
+}
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_dropout_does_not_change_with_micro_batches(block):
     class Net(nn.Module):
         @nn.compact
         def __call__(self, x):
-            block = nn.remat(Block) if remat else Block
-            return nn.Dense(3)(block()(x))
-
-    class Block(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            return nn.Dropout(0.5, deterministic=False)(jnp.tanh(nn.Dense(6)(x)))
+            x, _ = BLOCKS[block]()(x, None)
+            return nn.Dense(3)(x)
 
     net, key = Net(), jax.random.key(7)
     variables = net.init({"params": key, "dropout": key}, BATCH["x"])

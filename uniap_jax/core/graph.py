@@ -134,6 +134,9 @@ class LayerGraph:
         num_microbatches: 1, or how many pieces the batch that these jaxprs see has been cut into.
         microbatch: re-traces at another number of micro-batches, same cuts: `graph.microbatch(4)`.
         split_reason: why the batch must not be split into micro-batches; "" where it may.
+        split_cause: kind of that reason: "statistic" (examples meet in the loss: a normalisation, a ratio of sums),
+            "unknown" (an operation whose effect on the batch is not known), or "shapes" (the step is written for one
+            batch size); "" where the batch may be split.
         fingerprint: of the loss jaxpr, shapes and cuts; what a plan is checked against.
         notes: what tracing wants people to know, one sentence each.
     """
@@ -151,6 +154,7 @@ class LayerGraph:
     split_reason: str
     fingerprint: str
     notes: tuple[str, ...] = field(default=())
+    split_cause: str = ""
 
     @property
     def producer(self) -> dict[int, int]:

@@ -50,6 +50,21 @@ def open_jaxpr(jaxpr: Any) -> Any:
     return jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
 
 
+def scan_counts(eqn: JaxprEqn) -> tuple[int, int, int]:
+    """How many operands of a scan every turn reads, are carried from turn to turn, and are scanned along.
+
+    Told by ranks, for the equation's parameters differ between versions of JAX.
+    """
+    body = open_jaxpr(next(inner_jaxprs(eqn)))
+
+    def of_equal_rank(outer: Sequence[Any], inner: Sequence[Any]) -> int:
+        return sum(len(a.aval.shape) == len(b.aval.shape) for a, b in zip(outer, inner, strict=True))
+
+    carried = of_equal_rank(eqn.outvars, body.outvars)
+    kept = of_equal_rank(eqn.invars, body.invars)
+    return kept - carried, carried, len(eqn.invars) - kept
+
+
 def flatten(jaxpr: Any) -> Tape:
     """Inlines nested jits, all the way down, over fresh variables."""
     inner = open_jaxpr(jaxpr)

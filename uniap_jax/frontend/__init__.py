@@ -16,7 +16,7 @@ from uniap_jax.core.graph import LayerGraph, Operand, Step, Value
 from uniap_jax.core.jax_compat import Literal, Var, no_mesh, shape_of
 from uniap_jax.frontend.arguments import Arguments
 from uniap_jax.frontend.batch_rules import CONST, Kind
-from uniap_jax.frontend.batching import FACTOR, classify, grown_dims
+from uniap_jax.frontend.batching import FACTOR, Misaligned, classify, grown_dims
 from uniap_jax.frontend.capture import capture
 from uniap_jax.frontend.cut import cut_points, mark_layer, marked_places, weigh
 from uniap_jax.frontend.layers import Cut, build_layers
@@ -77,12 +77,17 @@ def _fingerprint(cut: Cut, params: Sequence[Value], step: Step) -> str:
     return hashlib.sha256(repr((shapes, layers, values)).encode()).hexdigest()[:32]
 
 
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Batching:
-    """What two traces tell about the batch."""
+    """What two traces tell about the batch; `cause` and `reason` are those of `LayerGraph`."""
 
     kinds: dict[Var, Kind]
     dims: dict[Var, int | None]
+    cause: str
     reason: str
 
 
@@ -122,34 +127,42 @@ class _Tracer:
         loss = self.whole.loss
         try:
             large = self._retrace(self.arguments.batch_size * FACTOR).loss
+        except (TypeError, ValueError, AssertionError) as error:  # JAX's, or the user's own check of a shape
+            return self._unfollowed(f"the step does not trace at another batch size ({_first_line(error)})")
+        try:
             kinds = classify(loss, large, loss.batch, large.batch)
-        except (TypeError, ValueError) as error:
-            # the step is written for one batch size only: it can be planned, but its batch cannot be followed
-            reason = f"the step does not trace at another batch size ({str(error).splitlines()[0]})"
-            return _Batching(
-                kinds={v: Kind("rows") for v in loss.batch}, dims=dict.fromkeys(loss.batch, 0), reason=reason
-            )
+        except Misaligned as error:
+            return self._unfollowed(f"the step does something else at another batch size ({_first_line(error)})")
         dims: dict[Var, int | None] = dict.fromkeys(loss.batch, 0)
         for a, b in zip(loss.eqns, large.eqns, strict=True):
             for x, y in zip(a.outvars, b.outvars, strict=True):
                 grown = grown_dims(x.aval, y.aval)
                 dims[x] = grown[0] if grown else None
-        return _Batching(kinds=kinds, dims=dims, reason=self._split_reason(kinds))
+        cause, reason = self._split_reason(kinds)
+        return _Batching(kinds=kinds, dims=dims, cause=cause, reason=reason)
+
+    def _unfollowed(self, reason: str) -> _Batching:
+        """A step written for one batch size only: it can be planned, but its batch cannot be followed."""
+        loss = self.whole.loss
+        kinds = {v: Kind("rows") for v in loss.batch}
+        return _Batching(kinds=kinds, dims=dict.fromkeys(loss.batch, 0), cause="shapes", reason=reason)
 
     def _kind(self, atom: Any, kinds: dict[Var, Kind]) -> Kind:
         return CONST if isinstance(atom, Literal) else kinds.get(atom, CONST)
 
-    def _split_reason(self, kinds: dict[Var, Kind]) -> str:
+    def _split_reason(self, kinds: dict[Var, Kind]) -> tuple[str, str]:
+        """Cause and reason why the batch must not be split, empty where it may."""
         for i, atom in enumerate(self.whole.loss.results):
             kind = self._kind(atom, kinds)
             what = "the loss" if i == 0 else f"auxiliary output {i - 1} of the loss"
             if kind.name == "mixed":
-                return f"{what} is not a mean, a sum or a list over examples: {kind.reason}"
+                why = f"{what} is not a mean, a sum or a list over examples: {kind.reason}"
+                return "statistic" if kind.known else "unknown", why
             if kind.name not in REDUCTIONS or (i == 0 and kind.name == "rows"):
-                return f"{what} is not a mean, a sum or a list over examples"
+                return "unknown", f"{what} is not a mean, a sum or a list over examples"
             if kind.name == "rows" and i and not getattr(atom.aval, "shape", ()):
-                return f"{what} cannot be put together from micro-batches"
-        return ""
+                return "unknown", f"{what} cannot be put together from micro-batches"
+        return "", ""
 
     def _value(self, atom: Any, name: str = "") -> Value:
         dim = None if isinstance(atom, Literal) else self.batching.dims.get(atom)
@@ -174,6 +187,7 @@ class _Tracer:
             num_microbatches=1,
             microbatch=self.microbatch,
             split_reason=self.batching.reason,
+            split_cause=self.batching.cause,
             fingerprint=_fingerprint(cut, self._params(), step),
             notes=(f"The batch is not split into micro-batches: {self.batching.reason}.",)
             if self.batching.reason

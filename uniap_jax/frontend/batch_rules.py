@@ -21,12 +21,14 @@ class Kind:
         dim: the batch dimension of rows.
         position: whether rows number the examples (an iota along the batch).
         reason: for "mixed", which operation mixed the rows, and where.
+        known: for "mixed", whether examples are known to meet; False where an operation is not understood.
     """
 
     name: str
     dim: int = 0
     position: bool = False
     reason: str = ""
+    known: bool = True
 
 
 CONST, COUNT, SUM, MEAN = Kind("const"), Kind("count"), Kind("sum"), Kind("mean")
@@ -109,9 +111,10 @@ NOT_ELEMENTWISE = frozenset(
 )
 
 
-def mixed(eqn: Any, why: str) -> Kind:
+def mixed(eqn: Any, why: str, *, known: bool = True) -> Kind:
     """Mixed, with the reason and the place."""
-    return Kind("mixed", reason=f"{why} (`{eqn.primitive.name}` at {source_line(eqn) or 'unknown source'})")
+    place = f"(`{eqn.primitive.name}` at {source_line(eqn) or 'unknown source'})"
+    return Kind("mixed", reason=f"{why} {place}", known=known)
 
 
 def elementwise(eqn: Any) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from uniap_jax.core.jax_compat import Literal, Var
-from uniap_jax.core.jaxprs import inner_jaxprs, open_jaxpr
+from uniap_jax.core.jaxprs import flatten, inner_jaxprs, open_jaxpr, scan_counts
 from uniap_jax.frontend.batch_rules import (
     ALONG,
     BODIES,
@@ -37,8 +37,18 @@ from uniap_jax.frontend.batch_rules import (
 FACTOR = 2
 
 
+class Misaligned(ValueError):
+    """Two traces of a step at different batch sizes are not the same equations."""
+
+
 def grown_dims(small: Any, large: Any) -> tuple[int, ...]:
-    """Dimensions that grew by FACTOR between two traces."""
+    """Dimensions that grew by FACTOR between two traces.
+
+    Raises:
+        Misaligned: the number of dimensions changed.
+    """
+    if len(small.shape) != len(large.shape):
+        raise Misaligned(f"shape {small.shape} at one batch size is {large.shape} at another")
     return tuple(d for d, (a, b) in enumerate(zip(small.shape, large.shape, strict=True)) if a != b)
 
 
@@ -46,7 +56,7 @@ def classify(small: Any, large: Any, batch_small: Sequence[Var], batch_large: Se
     """Kind of every variable of the first of two aligned loss tapes.
 
     Raises:
-        ValueError: the traces do not align (the step does something else at another batch size).
+        Misaligned: the step does something else at another batch size.
     """
     kinds: dict[Var, Kind] = {v: Kind("rows", 0) for v in batch_small}
     _walk(small.eqns, large.eqns, kinds)
@@ -55,10 +65,10 @@ def classify(small: Any, large: Any, batch_small: Sequence[Var], batch_large: Se
 
 def _walk(small: Sequence[Any], large: Sequence[Any], kinds: dict[Var, Kind]) -> None:
     if len(small) != len(large):
-        raise ValueError(f"{len(small)} equations at one batch size, {len(large)} at another")
+        raise Misaligned(f"{len(small)} equations at one batch size, {len(large)} at another")
     for a, b in zip(small, large, strict=True):
         if a.primitive is not b.primitive or len(a.invars) != len(b.invars):
-            raise ValueError(f"`{a.primitive.name}` at one batch size is `{b.primitive.name}` at another")
+            raise Misaligned(f"`{a.primitive.name}` at one batch size is `{b.primitive.name}` at another")
         operands = [_atom_kind(x, y, kinds) for x, y in zip(a.invars, b.invars, strict=True)]
         outs = _outputs(a, b, operands)
         kinds.update((v, k) for v, k in zip(a.outvars, outs, strict=True) if k is not CONST)
@@ -71,7 +81,8 @@ def _atom_kind(small: Any, large: Any, kinds: dict[Var, Kind]) -> Kind:
         return CONST
     if np.array_equal(np.asarray(small.val) * FACTOR, large.val):
         return COUNT
-    return Kind("mixed", reason="a constant that depends on the batch size in another way than in proportion")
+    why = "a constant that depends on the batch size in another way than in proportion"
+    return Kind("mixed", reason=why, known=False)
 
 
 def _outputs(a: Any, b: Any, operands: list[Kind]) -> list[Kind]:
@@ -181,9 +192,8 @@ def _of_rows(eqn: Any, operands: list[Kind], grown: tuple[int, ...]) -> Kind:
         if any(k.dim in axes for k in along):
             return mixed(eqn, "an operation along the batch")
     elif name in NOT_ELEMENTWISE or not (name in SHAPE_ONLY or name in ROW_SAFE or elementwise(eqn)):
-        return mixed(
-            eqn, f"an operation whose effect on the batch is unknown {[v.aval.str_short() for v in eqn.invars]}"
-        )
+        shapes = [v.aval.str_short() for v in eqn.invars]
+        return mixed(eqn, f"an operation whose effect on the batch is unknown {shapes}", known=False)
     return rows(eqn, along, grown, scaled)
 
 
@@ -191,13 +201,11 @@ def _body(a: Any, b: Any, operands: list[Kind]) -> list[Kind]:
     """Walks the body of a call whose operands are the body's inputs."""
     bodies = list(zip(inner_jaxprs(a), inner_jaxprs(b), strict=True))
     if not bodies:
-        return [mixed(a, "a call without a body to look into")] * len(a.outvars)
+        return [mixed(a, "a call without a body to look into", known=False)] * len(a.outvars)
     return _run(bodies[0], operands, len(a.outvars))
 
 
 def _run(pair: tuple[Any, Any], operands: Sequence[Kind], count: int) -> list[Kind]:
-    from uniap_jax.core.jaxprs import flatten
-
     small, large = flatten(pair[0]), flatten(pair[1])
     kinds = {v: k for v, k in zip(small.invars, operands, strict=True) if k is not CONST}
     _walk(small.eqns, large.eqns, kinds)
@@ -215,11 +223,7 @@ def _scan(a: Any, b: Any, operands: list[Kind]) -> list[Kind]:
             return [mixed(a, "a scan over the batch")] * len(a.outvars)
         shift = scanned and kind.name in ("rows", "scaled_rows")
         moved.append(Kind(kind.name, kind.dim - 1) if shift else kind)
-    carries = sum(len(v.aval.shape) == len(w.aval.shape) for v, w in zip(a.outvars, inner.outvars, strict=True))
-    scanned_inputs = sum(
-        len(v.aval.shape) == len(w.aval.shape) + 1 for v, w in zip(a.invars, inner.invars, strict=True)
-    )
-    first = len(moved) - scanned_inputs - carries
+    first, carries, _ = scan_counts(a)
     outs: list[Kind] = []
     for _ in range(3):  # a carry settles after at most two rounds: const -> rows -> rows
         outs = _run(bodies[0], moved, len(inner.outvars))
@@ -232,7 +236,7 @@ def _scan(a: Any, b: Any, operands: list[Kind]) -> list[Kind]:
         if settled:
             break
     else:
-        return [mixed(a, "a scan whose carry changes its dependence on the batch")] * len(a.outvars)
+        return [mixed(a, "a scan whose carry changes its dependence on the batch", known=False)] * len(a.outvars)
     stacked = [
         k if i < carries else (Kind(k.name, k.dim + 1) if k.name in ("rows", "scaled_rows") else k)
         for i, k in enumerate(outs)

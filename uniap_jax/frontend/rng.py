@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from uniap_jax.core.jax_compat import Var, fresh_like, shape_of
-from uniap_jax.core.jaxprs import close, flatten, inline_into, inner_jaxprs
+from uniap_jax.core.jaxprs import close, flatten, inline_into, inner_jaxprs, scan_counts
 
 CHECKPOINTS = ("remat2", "checkpoint", "remat")
 
@@ -38,7 +38,10 @@ def slice_random_bits(micro: Sequence[Any], whole: Sequence[Any], index: Var) ->
         if small.primitive.name == "random_bits" and small.params["shape"] != large.params["shape"]:
             _cut_bits(small, large, index, out)
         elif _draws(small, large):
-            out.append(_enter(small, large, index))
+            if small.primitive.name == "scan":
+                _enter_loop(small, large, index, out)
+            else:
+                out.append(_enter(small, large, index))
         else:
             out.append(small)
     return out
@@ -79,10 +82,40 @@ def _enter(small: Any, large: Any, index: Var) -> Any:
     """Rewrites the body of a checkpoint, handing the index in as its last operand."""
     if small.primitive.name not in CHECKPOINTS:
         raise CannotSlice(f"random bits inside `{small.primitive.name}`")
+    body = _sliced_body(small, large, index)
+    return small.replace(invars=[*small.invars, index], params={**small.params, "jaxpr": body.jaxpr})
+
+
+def _sliced_body(small: Any, large: Any, index: Var) -> Any:
+    """The body of a construct with its random bits cut; reads the index after its own inputs."""
     (a,), (b,) = inner_jaxprs(small), inner_jaxprs(large)
     micro, whole = flatten(a), flatten(b)
     if micro.consts:
-        raise CannotSlice("random bits inside a checkpoint that closes over arrays")
-    inner_index = fresh_like(index)
-    body = close([*micro.invars, inner_index], micro.outvars, slice_random_bits(micro.eqns, whole.eqns, inner_index))
-    return small.replace(invars=[*small.invars, index], params={**small.params, "jaxpr": body.jaxpr})
+        raise CannotSlice(f"random bits inside a `{small.primitive.name}` that closes over arrays")
+    inner = fresh_like(index)
+    return close([*micro.invars, inner], micro.outvars, slice_random_bits(micro.eqns, whole.eqns, inner))
+
+
+def _enter_loop(small: Any, large: Any, index: Var, out: list[Any]) -> None:
+    """Rewrites a scan; the index is one more value that every turn reads."""
+    body = _sliced_body(small, large, index)
+    first, carried, _ = scan_counts(small)
+    settings = {name: small.params[name] for name in ("length", "reverse", "unroll")}
+
+    def run(*args: Any) -> Any:
+        *operands, number = args
+        consts, carry, scanned = operands[:first], operands[first : first + carried], operands[first + carried :]
+
+        def turn(carry: list[Any], own: list[Any]) -> tuple[list[Any], list[Any]]:
+            outs = jax.core.eval_jaxpr(body.jaxpr, (), *consts, *carry, *own, number)
+            return list(outs[:carried]), list(outs[carried:])
+
+        carry, stacked = jax.lax.scan(turn, list(carry), list(scanned), **settings)
+        return [*carry, *stacked]
+
+    shapes = [shape_of(v) for v in (*small.invars, index)]
+    outs = inline_into(jax.make_jaxpr(run)(*shapes), [*small.invars, index], out, {}, small.source_info)
+    last = out.pop()
+    if list(last.outvars) != list(outs):  # a loop whose result is one of its inputs as it came
+        raise CannotSlice("random bits inside a loop whose results are not its own")
+    out.append(last.replace(outvars=small.outvars))

@@ -63,7 +63,7 @@ SLOW = ("two_clips", "masked_decay", "inject_hyperparams", "ema_of_updates", "ad
 def test_chains(name: str) -> None:
     make, atol = CHAINS[name]
     step, _ = assert_as_one_device(decoder_step, lambda: decoder_state(make()), token_batch(), atol=atol, **TWO)
-    stages = {home.stage for home in step._layout.leaves}
+    stages = {home.stage for home in step._run._layout.leaves}
     assert {0, 1} <= stages
 
 
@@ -115,7 +115,7 @@ def averaged() -> Any:
 
 def test_an_average_of_the_parameters_lives_with_them() -> None:
     step, _ = assert_as_one_device(average_step, averaged, token_batch(), **TWO)
-    homes = {v.name: h.stage for v, h in zip(step.graph.step.state, step._layout.leaves, strict=True)}
+    homes = {v.name: h.stage for v, h in zip(step.graph.step.state, step._run._layout.leaves, strict=True)}
     for name, stage in homes.items():
         if name.startswith("[0].ema"):
             assert stage == homes[name.replace(".ema", ".params")]

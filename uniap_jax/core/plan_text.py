@@ -132,7 +132,8 @@ def plan_title(plan: Plan) -> str:
     pieces = f"{plan.num_microbatches} micro-batch{'es' if plan.num_microbatches != 1 else ''}"
     schedule = f", {SCHEDULE_NAMES.get(plan.schedule, plan.schedule)}" if plan.num_stages > 1 else ""
     kind = f" ({plan.device_kind})" if plan.device_kind else ""
-    return f"{stages}, {pieces}{schedule}, batch {plan.batch_size}, {plan.num_devices} devices{kind}"
+    program = ", one program" if plan.executor == "program" and plan.num_stages > 1 else ""
+    return f"{stages}, {pieces}{schedule}{program}, batch {plan.batch_size}, {plan.num_devices} devices{kind}"
 
 
 def plan_summary(plan: Plan) -> tuple[str, ...]:

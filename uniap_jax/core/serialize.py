@@ -13,7 +13,7 @@ from typing import Any, TypeVar, get_args, get_type_hints
 import msgspec
 
 from uniap_jax.core.errors import PlanMismatchError, ProfileError, UniapError
-from uniap_jax.core.plan import SCHEDULES, STATUSES, Plan
+from uniap_jax.core.plan import EXECUTORS, SCHEDULES, STATUSES, Plan
 from uniap_jax.core.profile import Profile
 
 MAX_BYTES = 256 << 20
@@ -166,9 +166,12 @@ def _plan_faults(plan: Plan) -> list[tuple[str, str]]:
         elif layer.stage < len(sizes) and layer.strategy.num_devices != sizes[layer.stage]:
             uses = f"{layer.strategy} uses {layer.strategy.num_devices} devices"
             found.append((f"layers[{i}].strategy", f"{uses}, but stage {layer.stage} has {sizes[layer.stage]}"))
-    empty = sorted(set(range(stages)) - {layer.stage for layer in plan.layers})
-    if empty:
-        found.append(("layers", f"stage {empty[0]} holds no layer"))
+    used = {layer.stage for layer in plan.layers}
+    empty = next((i for i in range(len(sizes)) if i not in used), None)
+    if empty is not None and plan.executor != "program":  # whose stages may share one layer, a loop
+        found.append(("layers", f"stage {empty} holds no layer"))
+    if plan.executor not in EXECUTORS:
+        found.append(("executor", f"{plan.executor!r} is not one of {', '.join(EXECUTORS)}"))
     if plan.certificate.status not in STATUSES:
         found.append(("certificate.status", f"{plan.certificate.status!r} is not one of {', '.join(STATUSES)}"))
     return found + _prediction_faults(plan)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -10,8 +11,12 @@ import jax
 from uniap_jax.core.errors import PlanMismatchError
 from uniap_jax.core.graph import LayerGraph
 from uniap_jax.core.plan import Plan
-from uniap_jax.runtime.executable import ParallelStep
+from uniap_jax.runtime.executable import Homes, ParallelStep
 from uniap_jax.runtime.homes import lay_out
+from uniap_jax.runtime.pipeline import Pipeline
+from uniap_jax.runtime.single import SingleStage, batch_shardings
+from uniap_jax.runtime.state import create
+from uniap_jax.runtime.uniform import compile_uniform
 
 __all__ = ["ParallelStep", "compile"]
 
@@ -29,12 +34,39 @@ def compile(
 
     Raises:
         PlanMismatchError: the plan is for another model, batch or number of devices.
-        StrategyError: a strategy is illegal for its layer.
+        StrategyError: a strategy is illegal for its layer, or the stages of one program are not equal.
         TraceError: the batch must not be split into the plan's micro-batches.
     """
     available = list(jax.devices() if devices is None else devices)
     _check(graph, plan, len(available))
-    return ParallelStep(graph, lay_out(graph, plan, available), donate=donate)
+    donated = sorted(leaf for leaf in graph.step.output_leaf if leaf is not None) if donate else []
+    if plan.executor == "program" and plan.num_stages > 1:
+        return _one_program(graph, plan, available, donated)
+    layout = lay_out(graph, plan, available)
+    single = plan.num_stages == 1
+    homes = Homes(
+        plan=plan,
+        state_shardings=layout.state_shardings,
+        batch_shardings=batch_shardings(layout),
+        create=partial(create, layout),
+        device=layout.meshes[0].devices.flat[0],
+        places_batch=single,
+    )
+    run = SingleStage(layout, donated) if single else Pipeline(layout, donated)
+    return ParallelStep(graph, homes, run, donated=donated)
+
+
+def _one_program(graph: LayerGraph, plan: Plan, devices: Sequence[Any], donated: Sequence[int]) -> ParallelStep:
+    run = compile_uniform(graph, plan, devices, donated=donated)
+    homes = Homes(
+        plan=plan,
+        state_shardings=run.state_shardings,
+        batch_shardings=run.batch_shardings,
+        create=run.create,
+        device=run.mesh.devices.flat[0],
+        places_batch=True,
+    )
+    return ParallelStep(graph, homes, run, donated=donated)
 
 
 def _check(graph: LayerGraph, plan: Plan, num_devices: int) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import jax
 from jax.sharding import NamedSharding
@@ -12,13 +13,44 @@ from jax.sharding import NamedSharding
 from uniap_jax.core.graph import LayerGraph
 from uniap_jax.core.jax_compat import no_mesh
 from uniap_jax.core.plan import Plan
-from uniap_jax.runtime.homes import Layout
-from uniap_jax.runtime.pipeline import Pipeline
 from uniap_jax.runtime.programs import Program
-from uniap_jax.runtime.single import SingleStage, batch_shardings
-from uniap_jax.runtime.state import Placer, create, fits, gather_leaf
+from uniap_jax.runtime.state import Placer, fits, gather_leaf
 
 log = logging.getLogger("uniap_jax")
+
+
+class Executor(Protocol):
+    """What runs a plan: `SingleStage`, `Pipeline` or `UniformProgram`."""
+
+    @property
+    def programs(self) -> tuple[Program, ...]:
+        """Every program; compiles those that have not been used yet."""
+        ...
+
+    def __call__(self, state: Sequence[Any], batch: Sequence[Any]) -> list[Any]:
+        """Flat outputs of the step from placed leaves."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Homes:
+    """Where a plan keeps the arrays of a step.
+
+    Attributes:
+        plan: the decisions.
+        state_shardings: of every state leaf.
+        batch_shardings: of every batch leaf.
+        create: `create(create_state, args)`: leaves of a new state, each computed only where it lives.
+        device: the first of the plan.
+        places_batch: whether batch leaves are brought to `batch_shardings` before the executor gets them.
+    """
+
+    plan: Plan
+    state_shardings: tuple[NamedSharding, ...]
+    batch_shardings: tuple[NamedSharding, ...]
+    create: Callable[[Callable[..., Any], Sequence[Any]], list[Any]]
+    device: Any
+    places_batch: bool
 
 
 class ParallelStep:
@@ -28,24 +60,19 @@ class ParallelStep:
 
     Args:
         graph: of the whole batch.
-        layout: the graph under its plan, on devices.
-        donate: whether state leaves that the step replaces give up their buffers.
+        homes: where its arrays live.
+        run: what runs it.
+        donated: state leaves whose buffers are given up.
     """
 
-    def __init__(self, graph: LayerGraph, layout: Layout, *, donate: bool = True) -> None:
-        self._graph = graph
-        self._layout = layout
-        replaced = sorted(leaf for leaf in graph.step.output_leaf if leaf is not None)
-        donated = replaced if donate else []
-        self._place = Placer(graph.step.state, layout.state_shardings, donated)
-        self._batch_shardings = batch_shardings(layout)
-        single = layout.plan.num_stages == 1
-        self._run: SingleStage | Pipeline = SingleStage(layout, donated) if single else Pipeline(layout, donated)
+    def __init__(self, graph: LayerGraph, homes: Homes, run: Executor, *, donated: Sequence[int]) -> None:
+        self._graph, self._homes, self._run = graph, homes, run
+        self._place = Placer(graph.step.state, homes.state_shardings, donated)
 
     @property
     def plan(self) -> Plan:
         """The decisions."""
-        return self._layout.plan
+        return self._homes.plan
 
     @property
     def graph(self) -> LayerGraph:
@@ -66,9 +93,9 @@ class ParallelStep:
 
     def _placed_batch(self, batch: Sequence[Any]) -> list[Any]:
         """Batch leaves as the programs want them: an array on other devices is moved, numpy goes in as it is."""
-        if self.plan.num_stages > 1:
+        if not self._homes.places_batch:
             return list(batch)
-        return [x if fits(x, s) else jax.device_put(x, s) for x, s in zip(batch, self._batch_shardings, strict=True)]
+        return [x if fits(x, s) else jax.device_put(x, s) for x, s in zip(batch, self.batch_shardings, strict=True)]
 
     def place(self, *args: Any) -> Any:
         """The non-batch arguments laid out as planned, in the user's structure; a tuple where there are several."""
@@ -87,11 +114,11 @@ class ParallelStep:
             PlanMismatchError: it returns other leaves than the plan was made for.
         """
         with no_mesh():
-            return self._graph.step.state_result(create(self._layout, create_state, args))
+            return self._graph.step.state_result(self._homes.create(create_state, args))
 
     def gather(self, state: Any, device: Any = None) -> Any:
         """A copy of a tree of arrays on one device; the first of the plan by default."""
-        target = device if device is not None else self._layout.meshes[0].devices.flat[0]
+        target = device if device is not None else self._homes.device
         return jax.tree.map(lambda leaf: gather_leaf(leaf, target), state)
 
     def abstract_state(self) -> Any:
@@ -105,17 +132,17 @@ class ParallelStep:
     @property
     def in_shardings(self) -> tuple[NamedSharding, ...]:
         """Layout of every state leaf, in flat order."""
-        return self._layout.state_shardings
+        return self._homes.state_shardings
 
     @property
     def batch_shardings(self) -> tuple[NamedSharding, ...]:
         """Layout of every batch leaf, in flat order, that saves the step from moving it."""
-        return self._batch_shardings
+        return self._homes.batch_shardings
 
     @property
     def batch_sharding(self) -> NamedSharding:
         """Layout of the first batch leaf; fits every leaf that the same layers read."""
-        return self._batch_shardings[0]
+        return self.batch_shardings[0]
 
     @property
     def programs(self) -> tuple[Program, ...]:

@@ -133,18 +133,12 @@ class Placer:
                 placed[i] = jax.device_put(jnp.copy(placed[i]), self._shardings[i])
 
 
-def create(layout: Layout, create_state: Callable[..., Any], args: Sequence[Any]) -> list[Any]:
-    """Leaves of a new state, each computed only where it lives.
-
-    Args:
-        layout: graph under its plan.
-        create_state: returns the step's non-batch argument.
-        args: of `create_state`.
+def check_created(values: Sequence[Value], create_state: Callable[..., Any], args: Sequence[Any]) -> None:
+    """Refuses a function that makes another state.
 
     Raises:
         PlanMismatchError: it returns another number of leaves, or other shapes, than the plan was made for.
     """
-    values, shardings = layout.graph.step.state, layout.state_shardings
     shapes = jax.tree.leaves(jax.eval_shape(create_state, *args))
     if [(tuple(s.shape), s.dtype) for s in shapes] != [(v.shape, v.dtype) for v in values]:
         odd = next(
@@ -158,6 +152,21 @@ def create(layout: Layout, create_state: Callable[..., Any], args: Sequence[Any]
             expected=len(values),
             got=len(shapes),
         )
+
+
+def create(layout: Layout, create_state: Callable[..., Any], args: Sequence[Any]) -> list[Any]:
+    """Leaves of a new state, each computed only where it lives.
+
+    Args:
+        layout: graph under its plan.
+        create_state: returns the step's non-batch argument.
+        args: of `create_state`.
+
+    Raises:
+        PlanMismatchError: it returns another number of leaves, or other shapes, than the plan was made for.
+    """
+    values, shardings = layout.graph.step.state, layout.state_shardings
+    check_created(values, create_state, args)
     created: list[Any] = [None] * len(values)
     for stage in sorted({h.stage for h in layout.leaves}, key=lambda s: -1 if s is None else s):
         mine = [i for i, h in enumerate(layout.leaves) if h.stage == stage]
@@ -168,13 +177,13 @@ def create(layout: Layout, create_state: Callable[..., Any], args: Sequence[Any]
 
         mesh = layout.world if stage is None else layout.meshes[stage]
         with jax.set_mesh(mesh):
-            made = jax.jit(leaves_here, out_shardings=[shardings[i] for i in mine])(*_loose(args))
+            made = jax.jit(leaves_here, out_shardings=[shardings[i] for i in mine])(*loose(args))
         for i, leaf in zip(mine, made, strict=True):
             created[i] = leaf
     return created
 
 
-def _loose(args: Sequence[Any]) -> Any:
+def loose(args: Sequence[Any]) -> Any:
     """Arguments without a device of their own, so that they may go to any stage."""
     return jax.tree.map(lambda x: x if is_key(getattr(x, "dtype", np.dtype("float32"))) else np.asarray(x), tuple(args))
 

@@ -24,6 +24,7 @@ from uniap_jax.core.sharding import axis_sizes, layer_sharding
 from uniap_jax.core.strategy import Strategy
 from uniap_jax.runtime.flow import leaf_params, update_flow
 from uniap_jax.runtime.programs import Program, build, shape_of
+from uniap_jax.runtime.state import check_created, loose
 from uniap_jax.runtime.uniform_layer import differentiate
 from uniap_jax.runtime.uniform_loop import Pipeline, loss_and_grads
 from uniap_jax.runtime.uniform_outer import OuterLayers, with_stage_dim
@@ -82,19 +83,23 @@ class UniformProgram:
         (program,) = self.programs
         return program([state[i] for i in self._donated], [state[i] for i in self._kept], list(batch))  # type: ignore[no-any-return]
 
-    def create(self, create_state: Callable[..., Any], *args: Any) -> list[jax.Array]:
+    def create(self, create_state: Callable[..., Any], args: Sequence[Any] = ()) -> list[jax.Array]:
         """State leaves made where they live: no device, and no process, ever holds more than its share.
 
         Args:
             create_state: returns the step's non-batch argument.
-            *args: its arguments.
+            args: its arguments.
+
+        Raises:
+            PlanMismatchError: it returns other leaves than the plan was made for.
         """
+        check_created(self.graph.step.state, create_state, args)
 
         def leaves(*args: Any) -> list[Any]:
             return jax.tree.leaves(create_state(*args))
 
         with jax.set_mesh(self.mesh):
-            return list(jax.jit(leaves, out_shardings=list(self.state_shardings))(*args))
+            return list(jax.jit(leaves, out_shardings=list(self.state_shardings))(*loose(args)))
 
     def lower(self) -> Any:
         """The program before compilation, a `jax.stages.Lowered`; nothing is compiled or run."""

@@ -216,8 +216,8 @@ def _shard_bytes(shape: Sequence[int], dtype: Any, sharding: Any) -> int:
 
 def _stage_peaks(step: ParallelStep, facts: Sequence[ProgramFacts]) -> tuple[int, ...]:
     run = step._run
-    if not isinstance(run, Pipeline):
-        return (max(f.peak_bytes for f in facts),)
+    if not isinstance(run, Pipeline):  # one program, on all devices alike
+        return (max(f.peak_bytes for f in facts),) * step.plan.num_stages
     return tuple(_stage_peak(step, run, stage) for stage in range(step.plan.num_stages))
 
 

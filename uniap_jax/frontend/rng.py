@@ -1,7 +1,7 @@
 """Random bits of a micro-batch are the whole batch's, cut: dropout does not change with the number of micro-batches.
 
 `random_bits` of shape (B/c, ...) under the same key gives other bits than the first rows of (B, ...). So every such
-equation whose shape depends on the batch draws the whole batch's bits and keeps the rows of its micro-batch.
+equation whose shape depends on the batch draws those of the whole batch's bits that are its micro-batch's rows.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from uniap_jax.core.jax_compat import Var, fresh_like, shape_of
 from uniap_jax.core.jaxprs import close, flatten, inline_into, inner_jaxprs, scan_counts
+from uniap_jax.core.random_rows import bits_at
 
 CHECKPOINTS = ("remat2", "checkpoint", "remat")
 
@@ -63,15 +64,12 @@ def _cut_bits(small: Any, large: Any, index: Var, out: list[Any]) -> None:
     dims = [d for d, (a, b) in enumerate(zip(shape, full, strict=True)) if a != b]
     if len(dims) != 1:
         raise CannotSlice("random bits over pairs of examples")
-    key = fresh_like(large.invars[0])
-    drawn = fresh_like(large.outvars[0])
-    draw = close([key], [drawn], [large.replace(invars=[key], outvars=[drawn])])
+    (dim,), width = dims, small.params["bit_width"]
 
     def rows(key: Any, i: Any) -> Any:
-        (bits,) = jax.core.eval_jaxpr(draw.jaxpr, (), key)
-        return jax.lax.dynamic_slice_in_dim(bits, i * shape[dims[0]], shape[dims[0]], axis=dims[0])
+        return bits_at(key, i * shape[dim], shape=shape, whole=full, dim=dim, bit_width=width)
 
-    shapes = shape_of(key), jax.ShapeDtypeStruct((), jnp.int32)
+    shapes = shape_of(large.invars[0]), jax.ShapeDtypeStruct((), jnp.int32)
     outs = inline_into(jax.make_jaxpr(rows)(*shapes), [small.invars[0], index], out, {}, small.source_info)
     last = out.pop()
     assert last.outvars == outs, "the slice is the last equation"

@@ -123,9 +123,7 @@ def explain(options: Namespace, output: Output) -> int:
 
     first = _load(options.plan)
     if options.html:
-        from uniap_jax.report.page import plan_page
-
-        Path(options.html).write_text(plan_page(first), encoding="utf-8")
+        Path(options.html).write_text(first.to_html(), encoding="utf-8")
         say(f"wrote {options.html}")
     if options.trace:
         from uniap_jax.report.trace import write_trace

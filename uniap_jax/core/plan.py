@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
+from uniap_jax.core.exports import AxisRules, JaxppStages, jaxpp_stages, logical_axis_rules, maxtext_settings
+from uniap_jax.core.observed import NOTHING, Observed
+from uniap_jax.core.page.document import notebook_frame, plan_page
 from uniap_jax.core.plan_text import format_plan
 from uniap_jax.core.strategy import Strategy
 
@@ -169,6 +173,7 @@ class Certificate:
         binding: what keeps the step from being shorter, what matters most first.
         what_ifs: best plans of the same problem with one thing changed.
         alternatives: other plans, fastest first; where they were asked for.
+        searched: per candidate, in order of their bounds; () where nothing was searched.
     """
 
     status: str
@@ -182,6 +187,7 @@ class Certificate:
     binding: tuple[Binding, ...] = ()
     what_ifs: tuple[WhatIf, ...] = ()
     alternatives: tuple[Alternative, ...] = ()
+    searched: tuple[Searched, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,3 +263,27 @@ class Plan:
 
     def __str__(self) -> str:
         return format_plan(self)
+
+    def to_html(self, observed: Observed = NOTHING) -> str:
+        """One self-contained page: no network, light and dark; write it to a file and open it.
+
+        Args:
+            observed: what the compiler and the clock said, to be put beside what was predicted.
+        """
+        return plan_page(self, observed)
+
+    def _repr_html_(self) -> str:
+        """The page, for a notebook's cell."""
+        return notebook_frame(self.to_html())
+
+    def to_logical_axis_rules(self, *, layer: int | None = None) -> AxisRules:
+        """Rules for `flax.linen.logical_axis_rules`; see `core.exports.logical_axis_rules`."""
+        return logical_axis_rules(self, layer)
+
+    def to_maxtext(self, *, num_slices: int = 1, layer: int | None = None) -> dict[str, Any]:
+        """Settings for MaxText; see `core.exports.maxtext_settings`."""
+        return maxtext_settings(self, num_slices=num_slices, layer=layer)
+
+    def to_jaxpp_stages(self, *, layer: int | None = None) -> JaxppStages:
+        """Stages for JaxPP; see `core.exports.jaxpp_stages`."""
+        return jaxpp_stages(self, layer)

@@ -8,6 +8,8 @@ from dataclasses import dataclass, fields
 from uniap_jax.core.errors import StrategyError
 
 KEEPS = ("all", "dots", "inputs")
+DEGREES = ("data", "fsdp", "expert", "context", "tensor")
+"""Fields that multiply to the devices of a sub-mesh, in the order in which they take its axes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -21,6 +23,13 @@ class Strategy:
         zero: ZeRO stage of the `fsdp` ways: 1 splits optimizer state, 2 also gradients, 3 also parameters.
         keep: what the forward keeps for the backward: "all" residuals, matmul outputs ("dots"), or only the
             layer's "inputs" (full recompute).
+        sequence: whether activations between tensor regions are split over the tensor ways along the sequence
+            (sequence parallelism of Korthikanti et al., 2022): every all_reduce becomes a reduce_scatter and an
+            all_gather.
+        expert: ways the batch is split, and inside a mixture of experts the stacked experts instead of it (GShard,
+            Lepikhin et al., 2020).
+        context: ways the sequence is split everywhere, with the parameters replicated; attention gathers keys and
+            values.
     """
 
     data: int = 1
@@ -28,9 +37,12 @@ class Strategy:
     tensor: int = 1
     zero: int = 3
     keep: str = "all"
+    sequence: bool = False
+    expert: int = 1
+    context: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("data", "fsdp", "tensor"):
+        for name in DEGREES:
             degree = getattr(self, name)
             if not isinstance(degree, int) or degree < 1:
                 raise StrategyError(f"{name}={degree!r} is not a positive whole number", axis=name, degree=degree)
@@ -38,19 +50,34 @@ class Strategy:
             raise StrategyError(f"zero={self.zero!r} is not a ZeRO stage; use 1, 2 or 3", zero=self.zero)
         if self.keep not in KEEPS:
             raise StrategyError(f"keep={self.keep!r} is unknown; use one of {', '.join(KEEPS)}", keep=self.keep)
+        if not isinstance(self.sequence, bool):
+            raise StrategyError(f"sequence={self.sequence!r} is not True or False", sequence=self.sequence)
+        if self.sequence and self.tensor == 1:
+            raise StrategyError(
+                "sequence splits activations over the tensor ways, and tensor is 1; use tensor=2,sequence or context=2",
+                sequence=True,
+                tensor=1,
+            )
 
     @property
     def batch_ways(self) -> int:
-        """Ways the batch dimension is split: data × fsdp."""
-        return self.data * self.fsdp
+        """Ways the batch dimension is split: data × fsdp × expert."""
+        return self.data * self.fsdp * self.expert
+
+    @property
+    def sequence_ways(self) -> int:
+        """Ways the sequence is split where it crosses to another layer."""
+        return self.context * (self.tensor if self.sequence else 1)
 
     @property
     def num_devices(self) -> int:
-        """Devices of the sub-mesh: data × fsdp × tensor."""
-        return self.data * self.fsdp * self.tensor
+        """Devices of the sub-mesh: the product of all degrees."""
+        return math.prod(getattr(self, n) for n in DEGREES)
 
     def __str__(self) -> str:
-        parts = [f"{n}={getattr(self, n)}" for n in ("data", "fsdp", "tensor") if getattr(self, n) > 1]
+        parts = [f"{n}={getattr(self, n)}" for n in DEGREES if getattr(self, n) > 1]
+        if self.sequence:
+            parts.append("sequence")
         if self.fsdp > 1 and self.zero != 3:
             parts.append(f"zero={self.zero}")
         if self.keep != "all":
@@ -59,13 +86,13 @@ class Strategy:
 
 
 def parse_strategy(text: str) -> Strategy:
-    """Reads `data=2,tensor=2` (the inverse of `str`).
+    """Reads `data=2,tensor=2` or `tensor=4,sequence` (the inverse of `str`).
 
     Raises:
         StrategyError: an unknown key or a value of the wrong kind, naming it and the keys that exist.
     """
     known = {f.name for f in fields(Strategy)}
-    values: dict[str, int | str] = {}
+    values: dict[str, int | str | bool] = {}
     for part in filter(None, (p.strip() for p in text.split(","))):
         name, _, value = part.partition("=")
         if name not in known:
@@ -76,6 +103,15 @@ def parse_strategy(text: str) -> Strategy:
             )
         if name == "keep":
             values[name] = value
+            continue
+        if name == "sequence":
+            if value:
+                raise StrategyError(
+                    f"{part!r} in {text!r}: sequence takes no number, it goes with tensor, as in tensor=2,sequence; "
+                    f"ways of the sequence on devices of their own are context={value}",
+                    strategy=name,
+                )
+            values[name] = True
             continue
         try:
             values[name] = int(value)

@@ -8,7 +8,7 @@ from typing import Any
 
 from uniap_jax.core.plan import Plan
 from uniap_jax.core.plan_text import format_range, plan_title
-from uniap_jax.report.timeline import predicted_events
+from uniap_jax.core.timeline import predicted_events
 
 PROCESS = 1
 MICROSECONDS = 1e6

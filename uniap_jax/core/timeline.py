@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from uniap_jax.core.plan import Plan
+from typing import TYPE_CHECKING
+
 from uniap_jax.core.schedule import Event, make_schedule
+
+if TYPE_CHECKING:  # a plan draws itself with this module
+    from uniap_jax.core.plan import Plan
 
 BACKWARD_SHARE = 2 / 3
 """A plan keeps forward and backward of a stage as one time; the backward is taken as twice the forward, which is what

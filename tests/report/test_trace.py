@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from uniap_jax.core.plan import Plan, Prediction
-from uniap_jax.report.timeline import bubble_share, predicted_events
+from uniap_jax.core.timeline import bubble_share, predicted_events
 from uniap_jax.report.trace import write_trace
 
 

@@ -1,0 +1,1 @@
+"""A plan as one self-contained HTML page, so that a notebook can show it: text in, text out."""

@@ -26,8 +26,11 @@ FAULTS = {
 }
 
 
-def inject(monkeypatch, code: str) -> None:
-    monkeypatch.setattr(mip_model, "child_command", lambda: [sys.executable, "-c", code])
+def inject(monkeypatch, code: str, *, only: str = "") -> None:
+    """Replaces the solvers' children by code; `only` one solver's."""
+    real = mip_model.child_command
+    wrong = [sys.executable, "-c", code]
+    monkeypatch.setattr(mip_model, "child_command", lambda solver: wrong if only in ("", solver) else real(solver))
 
 
 # all ones is the right answer where the master has one column per stage
@@ -41,7 +44,7 @@ def test_chain_survives(monkeypatch, fault):
     assert any("path search" in note for note in answer["notes"])
 
 
-@pytest.mark.parametrize("fault", [f for f in FAULTS if f != "infeasible"])
+@pytest.mark.parametrize("fault", FAULTS)
 def test_graph_with_skips_keeps_a_plan_and_claims_no_proof(monkeypatch, fault):
     inject(monkeypatch, FAULTS[fault])
     answer = solve_file(SKIPS)
@@ -49,6 +52,40 @@ def test_graph_with_skips_keeps_a_plan_and_claims_no_proof(monkeypatch, fault):
     assert answer["step_time_ms"] >= TRUTH[SKIPS] * (1 - 1e-9)
     assert answer["gap"] > 0
     assert any("CBC" in note for note in answer["notes"])
+
+
+@pytest.mark.parametrize(("fault", "solver"), [("killed", "cbc"), ("infeasible", "cbc"), ("zeros", "highs")])
+def test_the_other_solver_steps_in(monkeypatch, fault, solver):
+    inject(monkeypatch, FAULTS[fault], only=solver)
+    answer = solve_file(SKIPS, solver=solver)
+    assert answer["status"] == "optimal"
+    assert answer["step_time_ms"] == pytest.approx(TRUTH[SKIPS], rel=1e-6)
+    assert any("asked instead" in note for note in answer["notes"])
+
+
+def lying(solver: str, change: str) -> str:
+    """A child that asks the true solver and changes its answer."""
+    real = str(Path(mip_model.__file__).with_name(f"{solver}.py"))
+    return (
+        "import json, subprocess, sys; spec = json.load(sys.stdin); "
+        f"ask = lambda s: json.loads(subprocess.run([sys.executable, '-P', {real!r}], "
+        f"input=json.dumps(s).encode(), stdout=-1).stdout); {change}; print(json.dumps(answer))"
+    )
+
+
+SECOND_BEST = (
+    "best = ask(spec)['values']; one = [j for j, w in enumerate(spec['whole']) if w and best[j] > 0.5]; "
+    "spec['rows'].append([one, [1.0] * len(one), '<', len(one) - 1.0]); answer = ask(spec)"
+)
+"""A true solution, truly priced, with a matching bound: but not the best one."""
+
+
+@pytest.mark.parametrize(("engine", "solver"), [("miqp", "cbc"), ("literal", "highs")])
+def test_a_wrong_optimum_is_found_out(monkeypatch, engine, solver):
+    inject(monkeypatch, lying(solver, SECOND_BEST), only=solver)
+    answer = solve_file(SKIPS, engine=engine, solver=solver)
+    assert answer["step_time_ms"] == pytest.approx(TRUTH[SKIPS], rel=1e-6)
+    assert any("found a better plan" in note for note in answer["notes"])
 
 
 def test_hang_is_killed(monkeypatch):
@@ -62,7 +99,7 @@ def test_hang_is_killed(monkeypatch):
 
 
 def test_solver_that_cannot_be_started(monkeypatch):
-    monkeypatch.setattr(mip_model, "child_command", lambda: ["/nonexistent/python"])
+    monkeypatch.setattr(mip_model, "child_command", lambda solver: ["/nonexistent/python"])
     answer = solve_file(CHAIN)
     assert answer["step_time_ms"] == pytest.approx(TRUTH[CHAIN], rel=1e-6)
     assert any("did not start" in note for note in answer["notes"])

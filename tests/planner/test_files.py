@@ -34,6 +34,18 @@ def test_other_exact_engines(name, engine):
     assert answer["step_time_ms"] == pytest.approx(truth["tpi_ms"], rel=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("name", "engine"), [("small_2.json", "miqp"), ("small_5.json", "hybrid"), ("chain34_p4.json", "interval")]
+)
+def test_both_solvers_agree(name, engine):
+    cbc, highs = (solve_file(DATA / name, engine=engine, solver=s) for s in ("cbc", "highs"))
+    assert cbc["status"] == highs["status"] == "optimal"
+    assert cbc["step_time_ms"] == pytest.approx(highs["step_time_ms"], rel=1e-9)
+    assert (cbc["notes"], highs["notes"]) == ([], [])
+    if engine == "interval":
+        assert (cbc["engine"], highs["engine"]) == ("interval+cbc", "interval+highs")
+
+
 @pytest.mark.parametrize("engine", ["inter_then_intra", "layerwise_dp", "mcmc"])
 @pytest.mark.parametrize("name", ["chain14_p2.json", "chain34_p2.json", "chain34_p4.json", "chain34_p2_k16.json"])
 def test_joint_search_beats_the_baselines(name, engine):
@@ -80,7 +92,7 @@ def test_malformed_files_name_the_field(tmp_path, change, field):
 def test_not_json(tmp_path):
     path = tmp_path / "tables.json"
     path.write_text("tables")
-    with pytest.raises(ProfileError, match="not JSON"):
+    with pytest.raises(ProfileError, match="JSON"):
         load_tables(path)
 
 
@@ -88,6 +100,12 @@ def test_unknown_engine_names_those_that_exist():
     with pytest.raises(OptionError, match="interval") as caught:
         solve_file(DATA / "small_1.json", engine="simplex")
     assert "miqp" in caught.value.possible
+
+
+def test_unknown_solver_names_those_that_exist():
+    with pytest.raises(OptionError, match="highs") as caught:
+        solve_file(DATA / "small_1.json", solver="simplex")
+    assert caught.value.possible == ("cbc", "highs")
 
 
 def test_no_time_is_told_apart_from_infeasible():

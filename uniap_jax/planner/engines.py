@@ -14,6 +14,7 @@ from uniap_jax.planner.clock import Clock
 from uniap_jax.planner.interval import ChainRefinement
 from uniap_jax.planner.joint import HybridRefinement, literal, miqp
 from uniap_jax.planner.mcmc import mcmc
+from uniap_jax.planner.mip_model import SOLVERS
 from uniap_jax.planner.search import Refinement
 
 
@@ -51,9 +52,14 @@ class OneShot:
         return False
 
 
-def interval(tables: CostTables) -> Refinement:
+def interval(tables: CostTables, solver: str = "cbc") -> Refinement:
     """Exact columns on a chain; the hybrid where edges skip layers."""
-    return ChainRefinement(tables) if tables.is_chain else HybridRefinement(tables)
+    return ChainRefinement(tables) if tables.is_chain else HybridRefinement(tables, solver)
+
+
+def _brute_force(tables: CostTables, solver: str = "cbc") -> Refinement:
+    """Everything is tried; no solver takes part."""
+    return OneShot(tables, brute_force, exact=True)
 
 
 BASELINES: dict[str, Callable[[CostTables], Assignment | None]] = {
@@ -65,12 +71,12 @@ BASELINES: dict[str, Callable[[CostTables], Assignment | None]] = {
     "mcmc": mcmc,
 }
 
-EXACT: dict[str, Callable[[CostTables], Refinement]] = {
+EXACT: dict[str, Callable[[CostTables, str], Refinement]] = {
     "interval": interval,
     "hybrid": HybridRefinement,
     "miqp": miqp,
     "literal": literal,
-    "brute_force": lambda tables: OneShot(tables, brute_force, exact=True),
+    "brute_force": _brute_force,
     # the same search over fewer candidates, see `restrict`
     "pipeline_only": interval,
     "intra_only": interval,
@@ -79,14 +85,20 @@ EXACT: dict[str, Callable[[CostTables], Refinement]] = {
 ENGINES = (*EXACT, *BASELINES)
 
 
-def engine_named(name: str) -> Callable[[CostTables], Refinement]:
-    """The engine of a name.
+def engine_named(name: str, solver: str = "cbc") -> Callable[[CostTables], Refinement]:
+    """The engine of a name, with the solver it asks first where it asks one.
 
     Raises:
-        OptionError: no engine has it; lists those that exist.
+        OptionError: no engine or solver has the name; lists those that exist.
     """
+    if solver not in SOLVERS:
+        possible = tuple(SOLVERS)
+        raise OptionError(
+            f"solver={solver!r} is unknown; use one of {', '.join(possible)}", solver=solver, possible=possible
+        )
     if name in EXACT:
-        return EXACT[name]
+        exact = EXACT[name]
+        return lambda tables: exact(tables, solver)
     if name in BASELINES:
         choose = BASELINES[name]
         return lambda tables: OneShot(tables, choose, exact=False)

@@ -21,7 +21,7 @@ from uniap_jax.planner.columns import MAX_LABELS, grow_columns
 from uniap_jax.planner.infeasible import least_memory
 from uniap_jax.planner.intervals import MANY, Intervals, build_intervals, guide, widest
 from uniap_jax.planner.master import Network, Path, master_mip, network_of, path_of, search_paths, without_hopeless
-from uniap_jax.planner.mip_model import solve_mip
+from uniap_jax.planner.mip_model import SOLVERS, solve_mip
 from uniap_jax.planner.multipliers import Multipliers
 
 FIRST_TARGET = 2e-3
@@ -217,13 +217,16 @@ class _Found:
     proved: bool
 
 
-def confirm_by_master(tables: CostTables, *, value: float, time_limit_s: float) -> tuple[Assignment | None, str, str]:
+def confirm_by_master(
+    tables: CostTables, *, value: float, time_limit_s: float, solver: str = "cbc"
+) -> tuple[Assignment | None, str, str]:
     """Solves the master over the columns that could still beat or equal a plan, as a MIP in a child process.
 
     Args:
         tables: of the candidate; a chain with at least two stages.
         value: step time of the plan at hand, seconds.
         time_limit_s: for the whole confirmation.
+        solver: "cbc" or "highs".
 
     Returns:
         the master's assignment (None without one), the solver's name ("" where it was not used) and a note.
@@ -241,14 +244,15 @@ def confirm_by_master(tables: CostTables, *, value: float, time_limit_s: float) 
     if size > MASTER_COLUMNS or not columns.complete:
         return None, "", f"the master of {size} columns was left to the path search"
     model, kept = master_mip(network)
-    answer = solve_mip(model, time_limit_s=min(clock.left(), MASTER_TIME_S))
+    answer = solve_mip(model, time_limit_s=min(clock.left(), MASTER_TIME_S), solver=solver)
+    name = SOLVERS[solver]
     if answer.status == "failed":
-        return None, "", f"CBC was of no help ({answer.reason}); the path search over the same columns stands"
+        return None, "", f"{name} was of no help ({answer.reason}); the path search over the same columns stands"
     if answer.status == "infeasible":
-        return None, "", "CBC called the master infeasible although a plan is known; the path search stands"
+        return None, "", f"{name} called the master infeasible although a plan is known; the path search stands"
     if answer.values is None:
-        return None, "", "CBC found nothing in its time; the path search stands"
+        return None, "", f"{name} found nothing in its time; the path search stands"
     path = path_of(network, kept, answer.values)
     if path is None:
-        return None, "", "CBC answered with something that is not a path of columns; the path search stands"
-    return assignment_of(network, path), "cbc", ""
+        return None, "", f"{name} answered with something that is not a path of columns; the path search stands"
+    return assignment_of(network, path), solver, ""

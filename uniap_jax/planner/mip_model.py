@@ -15,6 +15,15 @@ GRACE_S = 3.0
 """Seconds that the child gets beyond its own limit (start-up, a pass of CBC that does not look at the clock)."""
 
 
+SOLVERS = {"cbc": "CBC", "highs": "HiGHS"}
+"""Solvers by name, with what people call them; each is a file of this folder."""
+
+
+def other_solver(solver: str) -> str:
+    """The one that checks what a solver says."""
+    return "highs" if solver == "cbc" else "cbc"
+
+
 @dataclass(slots=True, eq=False)
 class MipModel:
     """Minimise cost · x subject to rows; milliseconds and GiB, which CBC's tolerances suit."""
@@ -36,6 +45,11 @@ class MipModel:
     def add_row(self, columns: Sequence[int], values: Sequence[float], sense: str, right: float) -> None:
         """A row; sense is "<", ">" or "="."""
         self.rows.append((list(columns), [float(v) for v in values], sense, float(right)))
+
+    def limit_cost(self, most: float) -> None:
+        """A row that cuts off dearer points; a solver's own cutoff has been seen to give wrong answers."""
+        costs = [(j, c) for j, c in enumerate(self.cost) if c]
+        self.add_row([j for j, _ in costs], [c for _, c in costs], "<", most)
 
     def cost_of(self, values: Sequence[float]) -> float:
         """Objective of a point."""
@@ -59,18 +73,21 @@ class MipAnswer:
     reason: str = ""
 
 
-def child_command() -> list[str]:
-    """How the child is started: by path, so that neither this package nor the user's main module is imported."""
-    return [sys.executable, "-P", str(Path(__file__).with_name("cbc.py"))]
+def child_command(solver: str) -> list[str]:
+    """How a solver's child is started: by path, so that neither this package nor the user's main module is imported."""
+    return [sys.executable, "-P", str(Path(__file__).with_name(f"{solver}.py"))]
 
 
-def solve_mip(model: MipModel, *, time_limit_s: float, start: Sequence[tuple[int, float]] = ()) -> MipAnswer:
+def solve_mip(
+    model: MipModel, *, time_limit_s: float, solver: str = "cbc", start: Sequence[tuple[int, float]] = ()
+) -> MipAnswer:
     """Solves a model in a child process; a crash, a hang or nonsense comes back as "failed" with the reason.
 
     Args:
         model: to minimise.
         time_limit_s: for the solver; the child is killed a little later.
-        start: values of some variables of a known solution.
+        solver: one of SOLVERS.
+        start: values of some variables of a known solution; HiGHS does without.
     """
     spec = {
         "lower": model.lower,
@@ -83,7 +100,7 @@ def solve_mip(model: MipModel, *, time_limit_s: float, start: Sequence[tuple[int
     }
     try:
         done = subprocess.run(
-            child_command(),
+            child_command(solver),
             input=json.dumps(spec).encode(),
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

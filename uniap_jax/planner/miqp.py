@@ -104,8 +104,7 @@ def joint_model(tables: CostTables, *, live: BoolArray, upper: float = math.inf)
         if count > 1 and terms:
             model.add_row([*terms, joint.slowest], [*terms.values(), -1.0], "<", 0.0)
     if math.isfinite(upper):
-        costs = [(j, c) for j, c in enumerate(model.cost) if c]
-        model.add_row([j for j, _ in costs], [c for _, c in costs], "<", upper * 1e3 * (1 + 1e-9))
+        model.limit_cost(upper * 1e3 * (1 + 1e-9))
     return joint
 
 

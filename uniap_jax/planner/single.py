@@ -45,6 +45,7 @@ def solve_tables(
     tables: CostTables,
     *,
     engine: str = "interval",
+    solver: str = "cbc",
     time_limit_s: float = 60.0,
     confirm: bool = True,
     progress: Callable[[Progress], None] | None = None,
@@ -54,16 +55,19 @@ def solve_tables(
     Args:
         tables: of the candidate.
         engine: by name, as in `solve`.
+        solver: "cbc" or "highs", for engines that ask one.
         time_limit_s: wall time.
-        confirm: also have CBC solve the master of the interval engine.
+        confirm: also have the solver solve the master of the interval engine.
         progress: called after every step.
 
     Raises:
-        OptionError: unknown engine, or a brute force over too much.
+        OptionError: unknown engine or solver, or a brute force over too much.
     """
     clock = Clock(limit_s=time_limit_s)
     devices = tables.candidate.num_stages * (tables.strategies[0].num_devices if tables.strategies else 1)
-    run = Run(lambda _: tables, (tables.candidate,), engine, clock, num_devices=devices, progress=progress)
+    run = Run(
+        lambda _: tables, (tables.candidate,), engine, clock, num_devices=devices, progress=progress, solver=solver
+    )
     result = run.search()
     if confirm:
         run.confirm(result)
@@ -93,7 +97,9 @@ def solve_tables(
     )
 
 
-def solve_file(path: str | Path, *, engine: str = "interval", time_limit_s: float = 60.0) -> dict[str, Any]:
+def solve_file(
+    path: str | Path, *, engine: str = "interval", solver: str = "cbc", time_limit_s: float = 60.0
+) -> dict[str, Any]:
     """Solves the tables of a file; the answer is ready for JSON.
 
     Returns:
@@ -102,10 +108,10 @@ def solve_file(path: str | Path, *, engine: str = "interval", time_limit_s: floa
 
     Raises:
         ProfileError: the file is not such tables; names the field.
-        OptionError: unknown engine.
+        OptionError: unknown engine or solver.
     """
-    engine_named(engine)
-    result = solve_tables(load_tables(path), engine=engine, time_limit_s=time_limit_s)
+    engine_named(engine, solver)
+    result = solve_tables(load_tables(path), engine=engine, solver=solver, time_limit_s=time_limit_s)
     plan, price = result.assignment, result.evaluation
     return {
         "status": result.status,

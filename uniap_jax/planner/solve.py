@@ -38,6 +38,7 @@ class Run:
         clock: of the whole call.
         num_devices: of the cluster.
         progress: callback of the search.
+        solver: of the engines that ask one.
         incumbent: best plan of anyone.
         bounds: best bound per candidate.
         notes: one sentence each.
@@ -51,6 +52,7 @@ class Run:
     clock: Clock
     num_devices: int = 0
     progress: Callable[[Progress], None] | None = None
+    solver: str = "cbc"
     incumbent: Incumbent = field(default_factory=Incumbent)
     bounds: dict[Candidate, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -63,7 +65,7 @@ class Run:
         candidates = restrict(self.candidates, self.engine, self.num_devices)
         search = Search(
             tables=self.tables_of,
-            refine=engine_named(self.engine),
+            refine=engine_named(self.engine, self.solver),
             engine=self.engine,
             clock=self.clock,
             incumbent=self.incumbent,
@@ -77,23 +79,25 @@ class Run:
         return result
 
     def confirm(self, result: SearchResult) -> None:
-        """Has the winner's master solved by CBC as well, where the interval engine found it on a chain."""
+        """Has the winner's master solved by a MIP solver as well, where the interval engine found it on a chain."""
         best = result.best
         if best is None or best.engine != "interval" or best.candidate.num_stages == 1 or result.interrupted:
             return
         tables = self.tables_of(best.candidate)
         if not tables.is_chain or self.clock.expired():
             return
-        plan, solver, note = confirm_by_master(tables, value=best.value, time_limit_s=self.clock.left())
+        plan, solver, note = confirm_by_master(
+            tables, value=best.value, time_limit_s=self.clock.left(), solver=self.solver
+        )
         if note:
             self.notes.append(note)
         if plan is None:
             return
         self.label = f"{self.engine}+{solver}"
         if self.incumbent.offer(tables, plan, self.engine):
-            self.notes.append("CBC's master found a better plan than the path search; please report this")
+            self.notes.append("the solver's master found a better plan than the path search; please report this")
         elif Incumbent(best).worse(tables, plan):
-            self.notes.append("CBC's answer to the master is worse than the path search's, which stands")
+            self.notes.append("the solver's answer to the master is worse than the path search's, which stands")
             self.label = self.engine
 
     def run_baselines(self, names: tuple[str, ...], *, limit_s: float) -> None:
@@ -125,6 +129,7 @@ def solve(
     *,
     time_limit_s: float = 60.0,
     engine: str = "interval",
+    solver: str = "cbc",
     num_stages: int | Auto = "auto",
     num_microbatches: int | Auto = "auto",
     schedule: str = "auto",
@@ -139,6 +144,8 @@ def solve(
         time_limit_s: wall time of the search; the best plan so far is returned with its gap.
         engine: "interval" (default; "hybrid" where edges skip layers), "hybrid", "miqp", "literal", "brute_force", or
             the name of a baseline.
+        solver: "cbc" or "highs", for the engines that ask one; what one proves for graphs that are no chain, the other
+            checks.
         num_stages: fixes P.
         num_microbatches: fixes c.
         schedule: fixes the schedule; "auto" is 1F1B with several stages.
@@ -155,13 +162,13 @@ def solve(
         NoPlanInTimeError: the time passed before any plan was found.
     """
     clock = Clock(limit_s=time_limit_s)
-    engine_named(engine)
+    engine_named(engine, solver)
     candidates = select_candidates(costs, num_stages=num_stages, num_microbatches=num_microbatches, schedule=schedule)
     tables_of: Callable[[Candidate], CostTables] = costs.tables
     if strategy is not None:
         costs = costs.with_strategy(strategy)
         tables_of = Pinned(strategy=strategy, num_devices=costs.num_devices, inner=costs.tables)
-    run = Run(tables_of, candidates, engine, clock, num_devices=costs.num_devices, progress=progress)
+    run = Run(tables_of, candidates, engine, clock, num_devices=costs.num_devices, progress=progress, solver=solver)
     compare = baselines and strategy is None and engine in EXACT
     if compare:
         run.run_baselines(UNIFORM, limit_s=BASELINE_TIME_S)

@@ -24,6 +24,8 @@ class Link:
         bandwidth_bytes_per_s: what one device can send, while it receives as much.
         uplink_bytes_per_s: what one group of the level below can send to its peers, shared by all that cross.
         latency_s: of one hop.
+        line_bytes_per_s: of an axis of a torus: what a device can send inside a part of the axis, which closes to no
+            ring; None where the level is no axis.
     """
 
     name: str
@@ -31,12 +33,15 @@ class Link:
     bandwidth_bytes_per_s: float
     uplink_bytes_per_s: float
     latency_s: float
+    line_bytes_per_s: float | None = None
 
     def __post_init__(self) -> None:
         if self.size < 1:
             raise ProfileError(f"link {self.name}: size {self.size} is not a positive count", field="size")
         for name in ("bandwidth_bytes_per_s", "uplink_bytes_per_s", "latency_s"):
             check_number(f"link {self.name}: {name}", getattr(self, name), positive=name != "latency_s")
+        if self.line_bytes_per_s is not None:
+            check_number(f"link {self.name}: line_bytes_per_s", self.line_bytes_per_s, positive=True)
 
 
 def check_number(name: str, value: float, *, positive: bool = False) -> None:
@@ -83,6 +88,8 @@ class Cluster:
         matmul_efficiency: share of the peak that large matrix products reach.
         memory_efficiency: share of the memory bandwidth that fused element-wise code reaches.
         link_efficiency: share of a link's bandwidth that collectives reach.
+        overlap_slowdown: of kernels and collectives that run together, 1 where neither minds the other, 2 where they
+            take turns.
         op_overhead_s: of one operation, whatever its size.
         dispatch_s: host time to start one program on a stage.
         devices_per_host_cores: virtual CPU devices that take turns on the same cores; 1 where each has its own.
@@ -102,6 +109,7 @@ class Cluster:
     matmul_efficiency: float = 0.6
     memory_efficiency: float = 0.8
     link_efficiency: float = 0.8
+    overlap_slowdown: float = 2.0
     op_overhead_s: float = 3e-6
     dispatch_s: float = 1e-4
     devices_per_host_cores: int = 1
@@ -124,6 +132,11 @@ class Cluster:
         for name in ("matmul_efficiency", "memory_efficiency", "link_efficiency"):
             if not 0 < getattr(self, name) <= 1:
                 raise ProfileError(f"{name}={getattr(self, name)!r} is not a share in (0, 1]", field=name)
+        if not 1 <= self.overlap_slowdown <= 2:
+            raise ProfileError(
+                f"overlap_slowdown={self.overlap_slowdown!r} is not between 1 (free) and 2 (taking turns)",
+                field="overlap_slowdown",
+            )
         if self.num_devices > 1 and (not self.links or self.links[-1].size < self.num_devices):
             last = self.links[-1].size if self.links else 0
             raise ProfileError(
@@ -146,8 +159,11 @@ class Cluster:
         """The network as seen by groups of `size` devices, `stride` apart, all groups at once.
 
         A ring gets the bandwidth of the slowest level it crosses; rings that leave one group of the level below share
-        its uplink.
+        its uplink. On a torus every axis that the group spans works at once, each on its share of the bytes, at the
+        rate of the slowest of them (rings along several axes, Jouppi et al., 2023).
         """
+        if any(link.line_bytes_per_s is not None for link in self.links):
+            return self._torus_route(size, stride)
         extent, below = size * stride, 1
         latency, bandwidth, name = 0.0, math.inf, "none"
         for link in self.links:
@@ -160,6 +176,28 @@ class Cluster:
                 break
             below = link.size
         return Route(latency_s=latency, bandwidth_bytes_per_s=bandwidth * self.link_efficiency, level=name)
+
+    def _torus_route(self, size: int, stride: int) -> Route:
+        rates, latency, names, below = [], 0.0, list[str](), 1
+        chip, inside = 1, math.inf  # devices of one chip, and what joins them
+        for link in self.links:
+            first, last = max(stride, below), min(size * stride, link.size)
+            if first < last:
+                names.append(link.name)
+                latency = max(latency, link.latency_s)
+                if link.line_bytes_per_s is None:
+                    inside = link.bandwidth_bytes_per_s
+                else:
+                    whole = first == below and last == link.size
+                    rate = link.bandwidth_bytes_per_s if whole else link.line_bytes_per_s
+                    sharing = (first // below) * min(stride, chip)  # groups that use the same links
+                    rates.append(rate / sharing)
+            chip = link.size if link.line_bytes_per_s is None else chip
+            below = link.size
+        bandwidth = min(inside, len(rates) * min(rates)) if rates else inside
+        return Route(
+            latency_s=latency, bandwidth_bytes_per_s=bandwidth * self.link_efficiency, level=", ".join(names) or "none"
+        )
 
     def boundary(self, num_stages: int) -> Route:
         """The network between neighbouring stages, at the slowest of the boundaries, all devices sending at once."""
@@ -178,6 +216,8 @@ class Cluster:
             if first // link.size == second // link.size:
                 crossing = min(per_stage, below)
                 rate = min(link.bandwidth_bytes_per_s, link.uplink_bytes_per_s / crossing)
+                if link.line_bytes_per_s is not None:  # a shift along the axis: each link carries all it passes over
+                    rate = link.line_bytes_per_s / max(1, per_stage // below)
                 return Route(
                     latency_s=link.latency_s, bandwidth_bytes_per_s=rate * self.link_efficiency, level=link.name
                 )

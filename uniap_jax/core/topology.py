@@ -32,12 +32,17 @@ class _Source(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _Torus(msgspec.Struct, forbid_unknown_fields=True):
-    """Links of a torus: one axis, one direction; axes whose size is a multiple of `wrap_multiple` close to a ring."""
+    """Links of a torus: one axis, one direction; axes whose size is a multiple of `wrap_multiple` close to a ring.
+
+    `chip_devices` devices share a chip and its links; inside it they exchange `chip_bytes_per_s`.
+    """
 
     axes: int
     link_bytes_per_s: float
     wrap_multiple: int
     latency_s: float
+    chip_devices: int = 1
+    chip_bytes_per_s: float = 0.0
 
 
 class _Device(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -61,6 +66,7 @@ class _Device(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     matmul_efficiency: float = 0.6
     memory_efficiency: float = 0.8
     link_efficiency: float = 0.8
+    overlap_slowdown: float = 2.0
     op_overhead_s: float = 3e-6
     dispatch_s: float = 1e-4
     notes: list[str] = []
@@ -171,8 +177,17 @@ def _node_cluster(device: _Device, sizes: tuple[int, ...], memory_limit: str | i
 def _torus_cluster(device: _Device, sizes: tuple[int, ...], memory_limit: str | int) -> Cluster:
     torus = device.torus
     assert torus is not None
-    total = math.prod(sizes)
-    links, extent = [], 1
+    total, extent = math.prod(sizes) * torus.chip_devices, torus.chip_devices
+    links = [
+        Link(
+            name="chip",
+            size=extent,
+            bandwidth_bytes_per_s=torus.chip_bytes_per_s,
+            uplink_bytes_per_s=torus.chip_bytes_per_s,
+            latency_s=torus.latency_s,
+        )
+        for _ in range(torus.chip_devices > 1)
+    ]
     for size in reversed(sizes):  # the last axis varies fastest, so it holds neighbours
         extent *= size
         if size == 1:
@@ -186,6 +201,7 @@ def _torus_cluster(device: _Device, sizes: tuple[int, ...], memory_limit: str | 
                 bandwidth_bytes_per_s=rate,
                 uplink_bytes_per_s=rate * (extent // size),
                 latency_s=torus.latency_s,
+                line_bytes_per_s=torus.link_bytes_per_s,
             )
         )
     if not links:
@@ -210,6 +226,7 @@ def _cluster(
         matmul_efficiency=device.matmul_efficiency,
         memory_efficiency=device.memory_efficiency,
         link_efficiency=device.link_efficiency,
+        overlap_slowdown=device.overlap_slowdown,
         op_overhead_s=device.op_overhead_s,
         dispatch_s=device.dispatch_s,
         devices_per_host_cores=round(1 / share) if device.shared_host else 1,
@@ -238,7 +255,7 @@ def describe_devices(devices: list[Any], *, memory_limit: str | int) -> Cluster:
             kind=kind,
         )
     hosts = len({d.process_index for d in devices})
-    shape = (len(devices),) if device.torus else (hosts, max(1, len(devices) // hosts))
+    shape = (len(devices) // device.torus.chip_devices,) if device.torus else (hosts, max(1, len(devices) // hosts))
     stats = devices[0].memory_stats() or {}
     if "bytes_limit" in stats:
         device.memory_bytes = int(stats["bytes_limit"])

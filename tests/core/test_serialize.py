@@ -159,7 +159,7 @@ def test_files(tmp_path, monkeypatch):
         with pytest.raises(PlanMismatchError):
             load(path)
     monkeypatch.setattr(serialize, "MAX_BYTES", 1)
-    with pytest.raises(ProfileError) as error:
+    with pytest.raises(PlanMismatchError) as error:
         load(path)
     assert error.value.field == "size"
 

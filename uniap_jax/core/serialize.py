@@ -66,13 +66,7 @@ def load(path: str | os.PathLike[str]) -> Plan | Profile:
         PlanMismatchError, ProfileError: not such a file, too large, of another version, or the first wrong field.
         OSError: the file cannot be read.
     """
-    size = os.stat(path).st_size
-    if size > MAX_BYTES:
-        raise ProfileError(f"{path} has {size} bytes; plans and profiles have at most {MAX_BYTES}", field="size")
-    try:
-        data = msgspec.json.decode(Path(path).read_bytes())
-    except msgspec.DecodeError as error:
-        raise PlanMismatchError(f"{path} is not a JSON file: {error}", field="", path=str(path)) from error
+    data = read_json(path, PlanMismatchError)
     kind = data.get("format") if isinstance(data, dict) else None
     if kind == PLAN_FORMAT:
         return plan_from_json(data)
@@ -83,6 +77,22 @@ def load(path: str | os.PathLike[str]) -> Plan | Profile:
         field="format",
         path=str(path),
     )
+
+
+def read_json(path: str | os.PathLike[str], error: type[UniapError]) -> Any:
+    """What a JSON file holds.
+
+    Raises:
+        UniapError: of the type asked for: larger than any file of ours, not JSON, or nested deeper than any of ours.
+        OSError: the file cannot be read.
+    """
+    size = os.stat(path).st_size
+    if size > MAX_BYTES:
+        raise error(f"{path} has {size} bytes; at most {MAX_BYTES} are read", field="size", path=str(path))
+    try:
+        return msgspec.json.decode(Path(path).read_bytes())
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as wrong:
+        raise error(f"{path} is not JSON: {wrong}", field="", path=str(path)) from wrong
 
 
 def write_atomically(path: Path, data: bytes) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +9,11 @@ import numpy as np
 
 from uniap_jax.core.costs import Candidate, CostTables
 from uniap_jax.core.errors import ProfileError
+from uniap_jax.core.serialize import read_json
 
 GIB = 1024.0**3
 MS = 1e-3
+LARGEST = 1e18  # ms or GiB: no machine has more, and sums stay finite
 
 _SIZES = ("layers", "stages", "micro_batches", "strategies")
 
@@ -28,12 +29,7 @@ def load_tables(path: str | Path) -> CostTables:
     Raises:
         ProfileError: a field is missing, of the wrong shape, negative or not a number; names the field.
     """
-    try:
-        data = json.loads(Path(path).read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ProfileError(
-            f"{path} is not JSON: {error}; see docs for the format of cost tables", path=str(path)
-        ) from None
+    data = read_json(path, ProfileError)
     if not isinstance(data, dict):
         raise ProfileError(
             f"{path} holds a {type(data).__name__}, expected an object with time, memory, ...", path=str(path)
@@ -64,7 +60,7 @@ def tables_from_dict(data: dict[str, Any], *, source: str = "tables") -> CostTab
             reshard_s=_array(data, "reshard", source, matrices) * MS,
             cross_stage_s=_array(data, "cross_stage", source, matrices) * MS,
             relay_s=_array(data, "relay", source, (len(edges), k)) * MS,
-            edge_tensor=tuple(int(t) for t in data["edge_tensor"]) if data.get("edge_tensor") is not None else None,
+            edge_tensor=_edge_tensor(data, len(edges), source),
         )
     except ProfileError:
         raise
@@ -88,6 +84,17 @@ def _edges(data: dict[str, Any], source: str) -> tuple[tuple[int, int], ...]:
         ) from None
 
 
+def _edge_tensor(data: dict[str, Any], count: int, source: str) -> tuple[int, ...] | None:
+    ids = data.get("edge_tensor")
+    if ids is None:
+        return None
+    if not isinstance(ids, list) or len(ids) != count or not all(type(t) is int for t in ids):
+        raise ProfileError(
+            f"{source}: field 'edge_tensor' is not a list of {count} whole numbers, one per edge", field="edge_tensor"
+        )
+    return tuple(ids)
+
+
 def _array(
     data: dict[str, Any], name: str, source: str, *shapes: tuple[int, ...]
 ) -> np.ndarray[Any, np.dtype[np.float64]]:
@@ -101,6 +108,8 @@ def _array(
         array = array.reshape(shapes[0])
     if array.shape not in shapes:
         raise ProfileError(f"{source}: field {name!r} has shape {array.shape}, expected {shapes[0]}", field=name)
-    if not np.isfinite(array).all() or (array < 0).any():
-        raise ProfileError(f"{source}: field {name!r} has entries that are negative or not finite", field=name)
+    if not np.isfinite(array).all() or (array < 0).any() or (array > LARGEST).any():
+        raise ProfileError(
+            f"{source}: field {name!r} has entries that are negative, not finite or above {LARGEST:g}", field=name
+        )
     return array

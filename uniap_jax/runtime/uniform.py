@@ -15,6 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from uniap_jax.core.equal_stages import loop_layer
 from uniap_jax.core.errors import StrategyError
 from uniap_jax.core.graph import LayerGraph
 from uniap_jax.core.jax_compat import ClosedJaxpr
@@ -29,7 +30,7 @@ from uniap_jax.runtime.uniform_layer import differentiate
 from uniap_jax.runtime.uniform_loop import Pipeline, loss_and_grads
 from uniap_jax.runtime.uniform_outer import OuterLayers, with_stage_dim
 from uniap_jax.runtime.uniform_run import Run, stacked_run, uniform_range
-from uniap_jax.runtime.uniform_scan import scan_layer, split_scan
+from uniap_jax.runtime.uniform_scan import split_scan
 from uniap_jax.runtime.uniform_stage import STAGE, StageTicks
 
 __all__ = ["UniformProgram", "compile_uniform", "stage_mesh"]
@@ -152,7 +153,7 @@ def stage_mesh(plan: Plan, devices: Sequence[Any]) -> Mesh:
     sizes = [len(d) for d in plan.stage_devices]
     if len(set(sizes)) > 1:
         raise StrategyError(
-            f"stages have {sizes} devices; one program needs the same number on every stage, use compile_plan",
+            f"stages have {sizes} devices; one program needs the same number on every stage, use executor='stages'",
             devices=tuple(sizes),
         )
     shape = [p for _, p in axis_sizes(sizes[0])] or [1]
@@ -176,7 +177,9 @@ def compile_uniform(
         TraceError: the batch must not be split into the plan's micro-batches.
     """
     if plan.num_stages < 2:
-        raise StrategyError("a plan of one stage is one program already; use compile_plan", num_stages=plan.num_stages)
+        raise StrategyError(
+            "a plan of one stage is one program already; use executor='stages'", num_stages=plan.num_stages
+        )
     mesh = stage_mesh(plan, devices)
     micro = graph if plan.num_microbatches == graph.num_microbatches else graph.microbatch(plan.num_microbatches)
     parts = _parts(micro, plan)
@@ -202,7 +205,7 @@ def _parts(graph: LayerGraph, plan: Plan) -> _Parts:
         StrategyError: neither is there.
     """
     strategies = tuple(choice.strategy for choice in plan.layers)
-    looped = scan_layer(graph, plan)
+    looped = loop_layer(graph, plan.num_stages)
     try:
         first, last = uniform_range(graph, plan)
     except StrategyError:

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from uniap_jax.core.equal_stages import chained_output, check_equal
 from uniap_jax.core.errors import StrategyError
 from uniap_jax.core.graph import Layer, LayerGraph, Value
 from uniap_jax.core.jax_compat import ClosedJaxpr
+from uniap_jax.core.literals import lift_literals
 from uniap_jax.core.plan import Plan
 from uniap_jax.core.sharding import LayerSharding, layer_sharding
 from uniap_jax.core.strategy import Strategy
-from uniap_jax.runtime.uniform_literals import NotEqual, lift_literals
 
 WHOLE = PartitionSpec()
 
@@ -114,7 +114,7 @@ def uniform_range(graph: LayerGraph, plan: Plan) -> tuple[int, int]:
     if sorted(stages) != stages or first_end < 0 or set(stages) != set(range(plan.num_stages)):
         raise StrategyError(
             f"stages {stages} do not follow the order of the layers over {plan.num_stages} stages, so they cannot run "
-            "as one program; use compile_plan",
+            "as one program; use executor='stages'",
             stages=tuple(stages),
         )
 
@@ -139,7 +139,7 @@ def uniform_range(graph: LayerGraph, plan: Plan) -> tuple[int, int]:
             f"stage {wrong} has {whole[wrong]} layers, of which {counts[wrong]} equal {graph.layers[first_end].name} "
             f"(same operations, strategy {plan.layers[first_end].strategy}); equal layers per stage: {counts}. One "
             "program needs the same number on every stage, with other layers only before them on the first stage and "
-            "after them on the last; use compile_plan",
+            "after them on the last; use executor='stages'",
             stage=wrong,
             counts=tuple(counts),
         )
@@ -155,13 +155,8 @@ def stacked_run(graph: LayerGraph, layers: Sequence[Layer], strategy: Strategy) 
     """
     first, count = layers[0], len(layers)
     sharding = layer_sharding(graph, first, strategy)
-    try:
-        body, literals = lift_literals([layer.jaxpr for layer in layers])
-    except NotEqual as error:
-        raise StrategyError(
-            f"layers {first.name} to {layers[-1].name} cannot run as one program: {error}; use compile_plan",
-            layer=first.name,
-        ) from None
+    check_equal(graph, layers)
+    body, literals = lift_literals([layer.jaxpr for layer in layers])
     slots, of_read = _slots(graph, layers, sharding)
     leaving = _leaving(layers, slots)
     builder = _Inputs(count)
@@ -224,12 +219,6 @@ class _Inputs:
         if operands[0].kind == "state":
             weight = Weight(shape=operands[0].shape, dtype=operands[0].dtype, trained=False)
             return self._add("state", [o.leaf for o in operands], weight)
-        if len(set(found)) > 1:
-            raise StrategyError(
-                f"layers {layers[0].name} and {layers[-1].name} read different leaves of the batch "
-                f"({operands[0].name}, {operands[-1].name}), so they cannot run as one program; use compile_plan",
-                layer=layers[0].name,
-            )
         return (operands[0].kind, operands[0].leaf)
 
     def literal(self, values: np.ndarray) -> tuple[str, int]:
@@ -270,13 +259,7 @@ def _slots(graph: LayerGraph, layers: Sequence[Layer], sharding: LayerSharding) 
     slots: list[Slot] = []
     of_read: list[int] = []
     for j, value in enumerate(layers[0].reads):
-        output = _chained(layers, j)
-        if output is None and len({layer.reads[j] for layer in layers}) > 1:
-            raise StrategyError(
-                f"layers {layers[0].name} to {layers[-1].name} are wired unequally: their input number {j} does not "
-                "come from the layer before in all of them, so they cannot run as one program; use compile_plan",
-                layer=layers[0].name,
-            )
+        output = chained_output(layers, j)
         of_read.append(len(slots))
         kind = "relay" if output is None else "chain"
         slots.append(_slot(graph.values[value], kind, value, output, sharding.reads[j]))
@@ -326,14 +309,6 @@ def _batch_spec(value: Value, sharding: LayerSharding, layer: Layer, graph: Laye
         if dim is not None and dim < len(spec):
             return PartitionSpec(*([None] * value.batch_dim), spec[dim])
     return PartitionSpec()
-
-
-def _chained(layers: Sequence[Layer], j: int) -> int | None:
-    """Which output of the layer before is input j of every layer but the first."""
-    if len(layers) == 1:
-        return 0 if len(layers[0].writes) == 1 else None
-    found = {a.writes.index(b.reads[j]) if b.reads[j] in a.writes else None for a, b in pairwise(layers)}
-    return found.pop() if len(found) == 1 else None
 
 
 def _read_after(graph: LayerGraph, layers: Sequence[Layer]) -> list[int]:

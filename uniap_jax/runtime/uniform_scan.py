@@ -9,25 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from uniap_jax.core.equal_stages import cut_loop
 from uniap_jax.core.graph import Layer, LayerGraph
-from uniap_jax.core.jaxprs import eqn_flops, open_jaxpr
-from uniap_jax.core.plan import Plan
 from uniap_jax.core.strategy import Strategy
 from uniap_jax.runtime.uniform_run import Run
-from uniap_jax.runtime.uniform_scan_cut import ScanCut
 from uniap_jax.runtime.uniform_scan_run import scan_run
-from uniap_jax.runtime.uniform_static import with_static_reads
-
-
-def scan_layer(graph: LayerGraph, plan: Plan) -> int | None:
-    """The layer whose loop can be split over the stages: the heaviest loop whose length they divide."""
-    found = [
-        (eqn_flops(e), -layer.index)
-        for layer in graph.layers
-        for e in open_jaxpr(layer.jaxpr).eqns
-        if e.primitive.name == "scan" and e.params["length"] % plan.num_stages == 0 and e.params["length"] > 1
-    ]
-    return -max(found)[1] if found else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -55,7 +41,7 @@ def split_scan(graph: LayerGraph, index: int, strategy: Strategy) -> ScanParts:
     Raises:
         StrategyError: the loop runs backwards, or over values that come from the batch.
     """
-    cut = ScanCut(graph, with_static_reads(graph, graph.layers[index]))
+    cut = cut_loop(graph, index)
     before, inside, after = cut.layers()
     pieces = [piece for piece in (before, inside, after) if piece is not None]
     later = [*pieces, *graph.layers[index + 1 :]]

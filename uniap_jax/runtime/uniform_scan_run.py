@@ -12,10 +12,10 @@ from jax.sharding import PartitionSpec
 from uniap_jax.core.graph import Layer, LayerGraph, Operand, Value
 from uniap_jax.core.jax_compat import ClosedJaxpr, Literal, Var
 from uniap_jax.core.jaxprs import close, live_eqns, open_jaxpr, signature, variables
+from uniap_jax.core.loop_cut import ScanCut
 from uniap_jax.core.sharding import LayerSharding, layer_sharding
 from uniap_jax.core.strategy import Strategy
 from uniap_jax.runtime.uniform_run import Run, Slot, Weight
-from uniap_jax.runtime.uniform_scan_cut import ScanCut
 from uniap_jax.runtime.uniform_stage import EVERYWHERE, STAGE
 
 

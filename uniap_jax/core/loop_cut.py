@@ -81,10 +81,18 @@ class ScanCut:
         """Whether a value is a leaf of the batch, or the micro-batch's number, as it comes."""
         return not isinstance(atom, Literal) and atom in self.operands
 
-    def layers(self) -> tuple[Layer | None, Layer, Layer | None]:
-        """The layer in three; a part that computes nothing is None."""
+    def check(self) -> None:
+        """Refuses a loop that cannot be split.
+
+        Raises:
+            StrategyError: it runs over values that come from the batch.
+        """
         if not all(map(self.is_static, self.scanned)):
             self._refuse("each turn reads a slice of something computed from the batch")
+
+    def layers(self) -> tuple[Layer | None, Layer, Layer | None]:
+        """The layer in three; a part that computes nothing is None."""
+        self.check()
         crossing = self._crossing()
         made = [v for v in crossing if v not in self.values or v in self._outputs_before()]
         self.entering = [self._number(a) for a in self.carry]

@@ -19,10 +19,9 @@ from uniap_jax.planner.files import load_tables, tables_from_dict
 
 TABLES = Path(__file__).resolve().parent.parent / "data" / "planning" / "small_5.json"
 MUTATIONS = 3400  # of each of the three kinds: over 10,000 in all
-HOSTILE = (
-    None, True, -1, 0, 10**30, -(10**18), 1e308, math.nan, math.inf, -math.inf, "", "$", "__class__", "\u0000", "9" * 400,
-    "../../etc/passwd", "__import__('os').system('false')", [], {}, [[]], [None] * 3, {"__reduce__": ["os.system", "false"]},
-)  # fmt: skip
+NUMBERS = (True, -1, 0, 10**30, -(10**18), 1e308, math.nan, math.inf, -math.inf)
+TEXTS = ("", "$", "__class__", "\u0000", "9" * 400, "../../etc/passwd", "__import__('os').system('false')")
+HOSTILE = (*NUMBERS, *TEXTS, None, [], {}, [[]], [None] * 3, {"__reduce__": ["os.system", "false"]})
 
 
 def plan():
@@ -111,7 +110,7 @@ def test_the_valid_file_is_read(kind, tmp_path):
 def test_mutated_files_give_only_our_errors(kind, tmp_path):
     rng = random.Random(kind)
     valid, path = VALID[kind](), tmp_path / "file.json"
-    refused = 0
+    errors = []
     started, before = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for _ in range(MUTATIONS):
         text = json.dumps(mutated(valid, rng))
@@ -121,9 +120,9 @@ def test_mutated_files_give_only_our_errors(kind, tmp_path):
         try:
             reader(kind)(path)
         except (PlanMismatchError, ProfileError) as error:
-            refused += 1
-            assert len(str(error)) < 2000
-    assert refused > MUTATIONS / 2
+            errors.append(str(error))
+    assert len(errors) > MUTATIONS / 2
+    assert max(map(len, errors)) < 2000
     assert time.process_time() - started < 60
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300 << 10
 

@@ -76,6 +76,8 @@ def quick_bound(tables: CostTables) -> float:
         link = float(_narrow(tables.cross_stage_s).min()) * (num_stages - 1)
     slowest = max(float(time.sum()) / num_stages, float(time.max()))
     count = tables.candidate.num_microbatches
+    if not np.isfinite(time).all():
+        return np.inf
     bound: float = float(time.sum()) + link + (count - 1) * slowest + float(iteration.sum()) / num_stages
     return bound
 

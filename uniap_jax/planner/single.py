@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from uniap_jax.core.costs import Assignment, CostTables, Evaluation
+from uniap_jax.planner.answer import gap_of
 from uniap_jax.planner.clock import Clock
 from uniap_jax.planner.engines import EXACT, engine_named
 from uniap_jax.planner.files import MS, load_tables
 from uniap_jax.planner.search import PROOF_GAP, Progress
-from uniap_jax.planner.solve import Run, gap_of
+from uniap_jax.planner.solve import Run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

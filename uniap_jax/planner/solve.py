@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from uniap_jax.core.costs import Candidate, CostModel, CostTables
-from uniap_jax.core.errors import NoPlanInTimeError, UniapError
-from uniap_jax.core.plan import Certificate, LayerPlan, Plan, Prediction
+from uniap_jax.core.errors import NoPlanInTimeError, OptionError, UniapError
+from uniap_jax.core.plan import Binding, Certificate, Plan, WhatIf
 from uniap_jax.core.strategy import Strategy
-from uniap_jax.planner.candidates import Auto, Pinned, filled, restrict, select_candidates
+from uniap_jax.planner.alternatives import Other, others
+from uniap_jax.planner.answer import alternative_of, gap_of, plan_of, searched_of
+from uniap_jax.planner.candidates import Auto, restrict, select_candidates
 from uniap_jax.planner.clock import Clock
 from uniap_jax.planner.engines import BASELINES, EXACT, engine_named
 from uniap_jax.planner.infeasible import explain
 from uniap_jax.planner.interval import confirm_by_master
 from uniap_jax.planner.joint import solver_notes
+from uniap_jax.planner.pins import PinnedLayers, Pinning, explain_pins
+from uniap_jax.planner.problem import Problem, TablesOf, fixed_notes, problem_of
 from uniap_jax.planner.search import PROOF_GAP, Incumbent, Priced, Progress, Search, SearchResult
+from uniap_jax.planner.why import bindings, first_incumbent, what_ifs
 
 UNIFORM = ("data_parallel", "fsdp", "tensor")
 """Baselines that cost nothing and give the search its first incumbent."""
@@ -25,6 +29,9 @@ OTHERS = ("pipeline_only", "intra_only", "inter_then_intra", "layerwise_dp")
 """Baselines that are run after the search, for the certificate."""
 
 BASELINE_TIME_S = 10.0
+
+WHY_TIME_S = 5.0
+"""For each of the searches behind `why`, and for each alternative."""
 
 
 @dataclass(slots=True, eq=False)
@@ -77,6 +84,20 @@ class Run:
         if result.interrupted:
             self.notes.append("interrupted; the best plan so far is returned")
         return result
+
+    def search_again(
+        self, tables_of: TablesOf, candidates: Sequence[Candidate], *, incumbent: Incumbent, bounds: bool
+    ) -> SearchResult:
+        """The engine over other tables, for a little while; `bounds` says whether the bounds so far hold there too."""
+        search = Search(
+            tables=tables_of,
+            refine=engine_named(self.engine, self.solver),
+            engine=self.engine,
+            clock=Clock(limit_s=min(WHY_TIME_S, self.clock.left())),
+            incumbent=incumbent,
+            bounds=dict(self.bounds) if bounds else {},
+        )
+        return search.run(restrict(tuple(candidates), self.engine, self.num_devices))
 
     def confirm(self, result: SearchResult) -> None:
         """Has the winner's master solved by a MIP solver as well, where the interval engine found it on a chain."""
@@ -134,7 +155,10 @@ def solve(
     num_microbatches: int | Auto = "auto",
     schedule: str = "auto",
     strategy: Strategy | None = None,
+    pin: Pinning | None = None,
+    top_k: int = 1,
     baselines: bool = True,
+    why: bool = True,
     progress: Callable[[Progress], None] | None = None,
 ) -> Plan:
     """The fastest plan under a cost model, with its proof.
@@ -150,42 +174,90 @@ def solve(
         num_microbatches: fixes c.
         schedule: fixes the schedule; "auto" is 1F1B with several stages.
         strategy: fixes the strategy of every layer that may take it; elsewhere the nearest legal one.
+        pin: fixes strategy or stage of layers by name, for example {"block_*": "tensor=2", "embed": 0}; the rest of the
+            plan is completed. A stage may count from the end: -1 is the last.
+        top_k: how many plans; the others are `certificate.alternatives`.
         baselines: also run the baselines, for the certificate and as a safety net.
+        why: also find out what binds and what more memory would give, for the certificate.
         progress: called after every step of the search.
 
     Returns:
         a plan never predicted slower than a baseline that was run.
 
     Raises:
-        OptionError: a fixed value that no candidate has, or an unknown engine; names what exists.
+        OptionError: a fixed value that no candidate has, a pin that matches no layer or that no candidate can keep, or
+            an unknown engine; names what exists.
         InfeasibleError: no plan exists, proved.
         NoPlanInTimeError: the time passed before any plan was found.
     """
     clock = Clock(limit_s=time_limit_s)
     engine_named(engine, solver)
+    if top_k < 1:
+        raise OptionError(f"top_k={top_k!r} is not possible; ask for at least one plan", top_k=top_k)
     candidates = select_candidates(costs, num_stages=num_stages, num_microbatches=num_microbatches, schedule=schedule)
-    tables_of: Callable[[Candidate], CostTables] = costs.tables
-    if strategy is not None:
-        costs = costs.with_strategy(strategy)
-        tables_of = Pinned(strategy=strategy, num_devices=costs.num_devices, inner=costs.tables)
-    run = Run(tables_of, candidates, engine, clock, num_devices=costs.num_devices, progress=progress, solver=solver)
-    compare = baselines and strategy is None and engine in EXACT
+    problem = problem_of(costs, candidates, strategy=strategy, pin=pin or {})
+    run = Run(
+        problem.tables_of(), candidates, engine, clock, num_devices=costs.num_devices, progress=progress, solver=solver
+    )
+    compare = baselines and not problem.fixed and engine in EXACT
     if compare:
         run.run_baselines(UNIFORM, limit_s=BASELINE_TIME_S)
     result = run.search()
     run.confirm(result)
     if compare and run.incumbent.best is not None:
         run.run_baselines(OTHERS, limit_s=BASELINE_TIME_S)
-    if run.incumbent.best is None:
-        raise _no_plan(run, costs, result)
-    if strategy is not None:
-        run.notes += _pin_notes(costs, run.incumbent.best, strategy)
-    return _plan(costs, run, run.incumbent.best, result)
+    best = run.incumbent.best
+    if best is None:
+        raise _no_plan(run, problem, result)
+    run.notes += fixed_notes(problem, best)
+    extras = Extras()
+    if engine in EXACT and not result.interrupted:
+        extras = _extras(run, problem, best, number=top_k - 1, why=why)
+    return plan_of(problem.costs, best, _certificate(run, problem, best, result, extras))
 
 
-def _no_plan(run: Run, costs: CostModel, result: SearchResult) -> UniapError:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extras:
+    """What the certificate says beyond the proof."""
+
+    binding: tuple[Binding, ...] = ()
+    what_ifs: tuple[WhatIf, ...] = ()
+    others: tuple[Other, ...] = ()
+
+
+def _extras(run: Run, problem: Problem, best: Priced, *, number: int, why: bool) -> Extras:
+    """Alternatives first, for they were asked for; each search only as long as time is left."""
+
+    def relaxed(change: Callable[[CostTables], CostTables]) -> SearchResult:
+        tables_of = problem.tables_of(change)
+        incumbent = first_incumbent(tables_of, best)
+        return run.search_again(tables_of, run.candidates, incumbent=incumbent, bounds=False)
+
+    def apart(tables_of: TablesOf, candidates: Sequence[Candidate]) -> SearchResult:
+        return run.search_again(tables_of, candidates, incumbent=Incumbent(), bounds=True)
+
+    found: tuple[Other, ...] = ()
+    ifs: tuple[WhatIf, ...] = ()
+    try:
+        if number and not run.clock.expired():
+            found = others(best, run.tables_of, run.candidates, apart, number=number)
+        if why and not run.clock.expired():
+            ifs = tuple(what_ifs(best, relaxed))
+    except KeyboardInterrupt:
+        run.notes.append("interrupted after the search; alternatives or reasons may be missing")
+    if len(found) < number:
+        run.notes.append(f"{len(found)} of {number} alternatives were found")
+    tables, unlimited = run.tables_of(best.candidate), ifs[-1].step_time_s if ifs else None
+    return Extras(binding=bindings(tables, best.evaluation, unlimited) if why else (), what_ifs=ifs, others=found)
+
+
+def _no_plan(run: Run, problem: Problem, result: SearchResult) -> UniapError:
+    costs = problem.costs
     if result.complete and run.engine in EXACT:
-        return explain(run.tables_of, run.candidates, num_devices=costs.num_devices, batch_size=costs.batch_size)
+        pinned = explain_pins(run.tables_of, run.candidates) if isinstance(run.tables_of, PinnedLayers) else None
+        return pinned or explain(
+            run.tables_of, run.candidates, num_devices=costs.num_devices, batch_size=costs.batch_size
+        )
     seconds = run.clock.spent()
     if run.engine in BASELINES:
         return NoPlanInTimeError(
@@ -204,64 +276,21 @@ def _no_plan(run: Run, costs: CostModel, result: SearchResult) -> UniapError:
     )
 
 
-def _pin_notes(costs: CostModel, best: Priced, strategy: Strategy) -> list[str]:
-    chosen = costs.tables(best.candidate).strategies
-    wanted = filled(strategy, costs.num_devices // best.candidate.num_stages)
-    others: dict[Strategy, list[str]] = {}
-    for name, k in zip(costs.layer_names, best.assignment.strategy, strict=True):
-        if chosen[k] != wanted:
-            others.setdefault(chosen[k], []).append(name)
-    notes = [f"the strategy is pinned to {wanted}; optimal means over what is left"]
-    notes += [
-        f"{len(names)} of {len(costs.layer_names)} layers may not take it and run {other}: "
-        f"{', '.join(names[:8])}{', ...' if len(names) > 8 else ''}"
-        for other, names in others.items()
-    ]
-    return notes
-
-
-def _plan(costs: CostModel, run: Run, best: Priced, result: SearchResult) -> Plan:
-    tables = costs.tables(best.candidate)
-    price = best.evaluation
+def _certificate(run: Run, problem: Problem, best: Priced, result: SearchResult, extras: Extras) -> Certificate:
     gap, bound = gap_of(best.value, result.bound_s)
     if best.engine != run.engine:
         run.notes.append(f"the plan is that of the baseline {best.engine}")
-    return Plan(
-        num_stages=best.candidate.num_stages,
-        num_microbatches=best.candidate.num_microbatches,
-        schedule=best.candidate.schedule,
-        batch_size=costs.batch_size,
-        stage_devices=costs.stage_devices(best.candidate.num_stages),
-        layers=tuple(
-            LayerPlan(name=name, stage=i, strategy=tables.strategies[k])
-            for name, i, k in zip(costs.layer_names, best.assignment.stage, best.assignment.strategy, strict=True)
-        ),
-        prediction=Prediction(
-            step_time_s=best.value,
-            stage_time_s=price.stage_time_s,
-            link_time_s=price.link_time_s,
-            iteration_time_s=price.iteration_time_s,
-            peak_bytes=price.stage_memory_bytes,
-            capacity_bytes=tuple(tables.capacity_bytes.tolist()),
-            source=costs.source,
-        ),
-        certificate=Certificate(
-            status="optimal" if gap <= PROOF_GAP else "feasible",
-            bound_s=bound,
-            gap=gap,
-            engine=run.label,
-            seconds=run.clock.spent(),
-            candidates=len(run.candidates),
-            baselines=tuple(run.table.items()),
-            notes=(*costs.notes, *run.notes),
-        ),
-        graph_fingerprint=costs.graph_fingerprint,
-        device_kind=costs.device_kind,
+    return Certificate(
+        status="optimal" if gap <= PROOF_GAP else "feasible",
+        bound_s=bound,
+        gap=gap,
+        engine=run.label,
+        seconds=run.clock.spent(),
+        candidates=len(run.candidates),
+        baselines=tuple(run.table.items()),
+        notes=(*problem.costs.notes, *run.notes),
+        binding=extras.binding,
+        what_ifs=extras.what_ifs,
+        alternatives=tuple(alternative_of(problem.costs, other) for other in extras.others),
+        searched=searched_of(run.bounds, best),
     )
-
-
-def gap_of(value: float, bound: float) -> tuple[float, float]:
-    """Relative gap and bound, with rounding below PROOF_GAP taken as proved."""
-    bound = min(bound, value)
-    gap = (value - bound) / value if value > 0 else 0.0
-    return (0.0, value) if gap <= PROOF_GAP or math.isnan(gap) else (gap, bound)

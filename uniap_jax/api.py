@@ -21,6 +21,7 @@ from uniap_jax.core.profile import Profile
 from uniap_jax.core.serialize import load, save
 from uniap_jax.core.strategy import Strategy, parse_strategy
 from uniap_jax.frontend.capture import value_and_grad
+from uniap_jax.planner import Pinning
 from uniap_jax.runtime import ParallelStep
 
 __all__ = [
@@ -122,6 +123,8 @@ class Options:
     num_microbatches: int | Literal["auto"]
     schedule: str
     strategy: Strategy | None
+    pin: Pinning | None
+    top_k: int
     memory_limit: str | int
     time_limit_s: float
     budget_s: float
@@ -259,6 +262,8 @@ def find_plan(graph: LayerGraph, options: Options) -> Plan:
         num_microbatches=options.num_microbatches,
         schedule=options.schedule,
         strategy=options.strategy,
+        pin=options.pin,
+        top_k=options.top_k,
         progress=options.progress,
     )
 
@@ -278,6 +283,8 @@ def parallelize(
     num_microbatches: int | Literal["auto"] = "auto",
     schedule: str = "auto",
     strategy: Strategy | str | None = None,
+    pin: Pinning | None = None,
+    top_k: int = 1,
     memory_limit: str | int = "90%",
     time_limit_s: float = 60.0,
     budget_s: float = 120.0,
@@ -304,6 +311,8 @@ def parallelize(
         num_microbatches: micro-batches per step, or "auto".
         schedule: "gpipe", "one_f_one_b" or "auto".
         strategy: pins every layer where legal, for example "data=2,tensor=2"; the nearest legal one elsewhere.
+        pin: fixes strategy or stage of layers by name, for example {"block_*": "tensor=2", "embed": 0}.
+        top_k: how many plans to find; the others are `plan.certificate.alternatives`.
         memory_limit: share of a device's memory ("90%") or bytes.
         time_limit_s: seconds for the solver.
         budget_s: seconds for profiling.
@@ -336,6 +345,8 @@ def parallelize(
         num_microbatches=num_microbatches,
         schedule=schedule,
         strategy=parse_strategy(strategy) if isinstance(strategy, str) else strategy,
+        pin=pin,
+        top_k=top_k,
         memory_limit=memory_limit,
         time_limit_s=time_limit_s,
         budget_s=budget_s,

@@ -67,6 +67,13 @@ def _strategy(text: str) -> str:
     return text
 
 
+def _pin(text: str) -> tuple[str, str]:
+    pattern, _, value = text.partition("=")
+    if not pattern.strip() or not value.strip():
+        raise argparse.ArgumentTypeError(f"{text!r} is no pin; use PATTERN=STRATEGY or PATTERN=STAGE, as in block_*=tensor=2")
+    return pattern.strip(), value.strip()
+
+
 def _version() -> str:
     from importlib.metadata import PackageNotFoundError, version
 
@@ -125,6 +132,13 @@ def _pinning() -> _Parser:
         metavar="data=2,tensor=2",
         help="use this split for every layer where it is legal, the nearest legal one elsewhere",
     )
+    group.add_argument(
+        "--pin",
+        type=_pin,
+        action="append",
+        metavar="PATTERN=STRATEGY",
+        help="fix the split or the stage of layers by name, for example 'block_*=tensor=2' or 'embed=0'; may be repeated",
+    )
     return group
 
 
@@ -132,6 +146,9 @@ def _solving() -> _Parser:
     group = _Parser(add_help=False)
     group.add_argument(
         "--time-limit", type=_seconds, default=60.0, metavar="SECONDS", help="of the solver (default 60)"
+    )
+    group.add_argument(
+        "--solver", choices=("cbc", "highs"), default="cbc", help="where a MIP solver is asked (default cbc)"
     )
     return group
 
@@ -158,6 +175,7 @@ def make_parser() -> _Parser:
     profile.add_argument("--out", metavar="FILE", help="save the profile")
     plan = add("plan", [step, profiling, pinning, solving], "Find the fastest plan that fits, with its proof")
     plan.add_argument("--out", metavar="FILE", help="save the plan")
+    plan.add_argument("--top-k", type=_count, default=1, metavar="K", help="find the K best plans (default 1)")
     plan.add_argument("--verify", action="store_true", help="compile the plan and compare memory with the prediction")
     explain = add("explain", [], "Show a saved plan, or how two differ")
     explain.add_argument("plan", metavar="PLAN.json")
@@ -173,6 +191,7 @@ def make_parser() -> _Parser:
     solve.add_argument("tables", metavar="TABLES.json")
     solve.add_argument("--engine", default="interval", help="interval (default) or another engine by name")
     solve.add_argument("--time-limit", type=_seconds, default=60.0, metavar="SECONDS", help="(default 60)")
+    solve.add_argument("--solver", choices=("cbc", "highs"), default="cbc", help="(default cbc)")
     run = add("run", [step, profiling, pinning, solving], "Train under a plan")
     run.add_argument("--plan", metavar="FILE", help="use this plan instead of searching one")
     run.add_argument("--steps", type=_count, default=10, metavar="N", help="training steps (default 10)")
@@ -192,7 +211,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         parser.exit(0)
     if "verb" not in options:
         parser.error("name a verb: doctor, trace, profile, plan, explain, check, solve, run or demo")
-    pins = ("stages", "microbatches", "schedule", "strategy")
+    pins = ("stages", "microbatches", "schedule", "strategy", "pin")
     pinned = [f"--{name}" for name in pins if getattr(options, name, None) not in (None, "auto")]
     if pinned and getattr(options, "plan", None):
         parser.error(f"--plan and {pinned[0]} both say what the plan is; give one")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,7 @@ def plan(options: Namespace, output: Output) -> int:
     if options.verify and options.topology:
         raise UsageError("--verify compiles for the devices that are here; leave --topology or --verify out")
     graph, cluster = _trace(options), _cluster(options)
-    found = _plan(options, graph, cluster)
+    found = _plan(options, graph, cluster, top_k=options.top_k)
     if options.out:
         save(found, options.out)
         say(f"saved {options.out}")
@@ -168,7 +169,9 @@ def solve(options: Namespace, output: Output) -> int:
     if not path.is_file():
         raise UsageError(f"there is no file {path}", path=str(path))
     try:
-        found = solve_file(path, engine=options.engine, time_limit_s=options.time_limit)
+        found = solve_file(
+            path, engine=options.engine, solver=options.solver, time_limit_s=options.time_limit
+        )
     except OptionError as error:
         raise UsageError(str(error), **error.fields) from None
     code = {"infeasible": NOTHING_FITS, "no_plan_in_time": NO_PLAN_IN_TIME}.get(found["status"], OK)
@@ -260,13 +263,25 @@ def _pins(options: Namespace) -> dict[str, Any]:
         "num_microbatches": options.microbatches,
         "schedule": options.schedule,
         "strategy": parse_strategy(options.strategy) if options.strategy else None,
+        "pin": _layer_pins(options.pin or ()),
+        "solver": options.solver,
     }
 
 
-def _plan(options: Namespace, graph: LayerGraph, cluster: Cluster) -> Plan:
+def _layer_pins(pairs: Sequence[tuple[str, str]]) -> dict[str, str]:
+    """Patterns with what they are pinned to; what is said of one pattern in several places adds up."""
+    pins: dict[str, str] = {}
+    for pattern, value in pairs:
+        pins[pattern] = f"{pins[pattern]},{value}" if pattern in pins else value
+    return pins
+
+
+def _plan(options: Namespace, graph: LayerGraph, cluster: Cluster, *, top_k: int = 1) -> Plan:
     costs = uniap.estimate(graph, cluster, _profile(options, graph, cluster))
     with search_bar() as progress:
-        return uniap.solve(costs, time_limit_s=options.time_limit, progress=progress, **_pins(options))
+        return uniap.solve(
+            costs, time_limit_s=options.time_limit, progress=progress, top_k=top_k, **_pins(options)
+        )
 
 
 def _load(path: str) -> Plan:

@@ -2,8 +2,9 @@
 
 from uniap_jax.planner.engines import ENGINES
 from uniap_jax.planner.files import load_tables
+from uniap_jax.planner.pins import Pinning
 from uniap_jax.planner.search import Progress
 from uniap_jax.planner.single import TablesResult, solve_file, solve_tables
 from uniap_jax.planner.solve import solve
 
-__all__ = ["ENGINES", "Progress", "TablesResult", "load_tables", "solve", "solve_file", "solve_tables"]
+__all__ = ["ENGINES", "Pinning", "Progress", "TablesResult", "load_tables", "solve", "solve_file", "solve_tables"]

@@ -70,7 +70,9 @@ def _strategy(text: str) -> str:
 def _pin(text: str) -> tuple[str, str]:
     pattern, _, value = text.partition("=")
     if not pattern.strip() or not value.strip():
-        raise argparse.ArgumentTypeError(f"{text!r} is no pin; use PATTERN=STRATEGY or PATTERN=STAGE, as in block_*=tensor=2")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no pin; use PATTERN=STRATEGY or PATTERN=STAGE, as in block_*=tensor=2"
+        )
     return pattern.strip(), value.strip()
 
 
@@ -137,7 +139,7 @@ def _pinning() -> _Parser:
         type=_pin,
         action="append",
         metavar="PATTERN=STRATEGY",
-        help="fix the split or the stage of layers by name, for example 'block_*=tensor=2' or 'embed=0'; may be repeated",
+        help="fix the split or the stage of layers by name, for example 'block_*=tensor=2' or 'embed=0'; repeatable",
     )
     return group
 

@@ -169,9 +169,7 @@ def solve(options: Namespace, output: Output) -> int:
     if not path.is_file():
         raise UsageError(f"there is no file {path}", path=str(path))
     try:
-        found = solve_file(
-            path, engine=options.engine, solver=options.solver, time_limit_s=options.time_limit
-        )
+        found = solve_file(path, engine=options.engine, solver=options.solver, time_limit_s=options.time_limit)
     except OptionError as error:
         raise UsageError(str(error), **error.fields) from None
     code = {"infeasible": NOTHING_FITS, "no_plan_in_time": NO_PLAN_IN_TIME}.get(found["status"], OK)
@@ -279,9 +277,7 @@ def _layer_pins(pairs: Sequence[tuple[str, str]]) -> dict[str, str]:
 def _plan(options: Namespace, graph: LayerGraph, cluster: Cluster, *, top_k: int = 1) -> Plan:
     costs = uniap.estimate(graph, cluster, _profile(options, graph, cluster))
     with search_bar() as progress:
-        return uniap.solve(
-            costs, time_limit_s=options.time_limit, progress=progress, top_k=top_k, **_pins(options)
-        )
+        return uniap.solve(costs, time_limit_s=options.time_limit, progress=progress, top_k=top_k, **_pins(options))
 
 
 def _load(path: str) -> Plan:

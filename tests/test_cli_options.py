@@ -32,10 +32,18 @@ def test_what_is_not_pinned_is_auto() -> None:
     assert (options.stages, options.microbatches, options.schedule, options.strategy) == ("auto", "auto", "auto", None)
 
 
+def test_pins_of_layers_are_patterns_with_a_decision() -> None:
+    options = parse(["plan", *STEP, "--pin", "block_*=tensor=2", "--pin", "embed=0", "--top-k", "3", "--solver", "highs"])
+    assert options.pin == [("block_*", "tensor=2"), ("embed", "0")]
+    assert (options.top_k, options.solver) == (3, "highs")
+
+
 @pytest.mark.parametrize(
     ("argv", "told"),
     [
         (["plan"], "--step"),
+        (["plan", *STEP, "--pin", "block"], "'block' is no pin"),
+        (["check", *STEP, "--plan", "p.json", "--pin", "a=0"], "give one"),
         (["plan", *STEP, "--devices", "0"], "'0' is not a positive whole number"),
         (["plan", *STEP, "--stages", "two"], "'two' is not a positive whole number"),
         (["plan", *STEP, "--budget", "-1"], "'-1' is not a positive number of seconds"),

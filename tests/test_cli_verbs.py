@@ -70,6 +70,17 @@ def test_explain_shows_a_table(plan_file: Path) -> None:
         assert fact in done.stdout
 
 
+def test_plan_keeps_pins_and_lists_alternatives(plan_file: Path, tmp_path: Path) -> None:
+    name = json.loads(plan_file.read_text())["layers"][1]["name"]
+    pins = ("--pin", f"{name}=data=4", "--pin", f"{name}=-1")
+    facts = answer("plan", *STEP, "--source", "described", "--stages", "2", *pins, "--top-k", "2", cwd=tmp_path)
+    for found in (facts, *facts["certificate"]["alternatives"]):
+        layer = next(layer for layer in found["layers"] if layer["name"] == name)
+        assert (layer["stage"], layer["strategy"]["data"]) == (1, 4)
+    assert len(facts["certificate"]["alternatives"]) == 1
+    assert facts["certificate"]["what_ifs"]
+
+
 def test_a_plan_file_with_a_wrong_field_names_it(plan_file: Path, tmp_path: Path) -> None:
     saved = json.loads(plan_file.read_text())
     saved["num_microbatches"] = 3

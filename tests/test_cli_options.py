@@ -33,7 +33,9 @@ def test_what_is_not_pinned_is_auto() -> None:
 
 
 def test_pins_of_layers_are_patterns_with_a_decision() -> None:
-    options = parse(["plan", *STEP, "--pin", "block_*=tensor=2", "--pin", "embed=0", "--top-k", "3", "--solver", "highs"])
+    options = parse(
+        ["plan", *STEP, "--pin", "block_*=tensor=2", "--pin", "embed=0", "--top-k", "3", "--solver", "highs"]
+    )
     assert options.pin == [("block_*", "tensor=2"), ("embed", "0")]
     assert (options.top_k, options.solver) == (3, "highs")
 

@@ -110,11 +110,17 @@ def _profiling() -> _Parser:
     group = _Parser(add_help=False)
     group.add_argument(
         "--source",
-        choices=("measured", "described"),
-        help="where times come from: this machine's clock, or described rates and links "
+        choices=("measured", "compiled", "described"),
+        help="where numbers come from: this machine's clock, the real compiler of devices that are not here "
+        "(extras tpu, cuda), or described rates and links "
         "(default: measured for devices that are here, described with --topology)",
     )
-    group.add_argument("--budget", type=_seconds, metavar="SECONDS", help="time to spend on measuring (default 120)")
+    group.add_argument(
+        "--budget",
+        type=_seconds,
+        metavar="SECONDS",
+        help="time to spend on measuring (default 120) or compiling (default 480)",
+    )
     group.add_argument("--topology", metavar="NAME", help="plan for devices that are not here, for example v5e:2x4")
     group.add_argument("--memory-limit", default="90%", metavar="SIZE", help="per device: 90%%, 6GiB or bytes")
     group.add_argument("--cache-dir", metavar="DIR", help="where profiles are kept (default: the user's cache folder)")

@@ -16,6 +16,7 @@ from uniap_jax.cli.output import CHECK_FAILED, NO_PLAN_IN_TIME, NOTHING_FITS, OK
 from uniap_jax.cli.progress import profiling_bar, search_bar
 from uniap_jax.cli.steps import load_build
 from uniap_jax.cli.verify import verify
+from uniap_jax.core.absent import absent_devices
 from uniap_jax.core.cluster import Cluster, local_cluster
 from uniap_jax.core.errors import OptionError
 from uniap_jax.core.graph import LayerGraph
@@ -29,7 +30,7 @@ from uniap_jax.report import table
 from uniap_jax.report.facts import print_check, print_facts, print_profile, print_verify
 from uniap_jax.report.scalars import write_scalars
 
-MEASURING_BUDGET_S = 120.0
+BUDGETS_S = {"measured": 120.0, "compiled": 480.0, "described": 120.0}
 
 
 def doctor(options: Namespace, output: Output) -> int:
@@ -88,9 +89,9 @@ def profile(options: Namespace, output: Output) -> int:
 
 def plan(options: Namespace, output: Output) -> int:
     """The fastest plan that fits, with its proof."""
-    if options.verify and options.topology:
-        raise UsageError("--verify compiles for the devices that are here; leave --topology or --verify out")
     graph, cluster = _trace(options), _cluster(options)
+    if options.verify and options.topology:
+        absent_devices(cluster)  # says what is missing before anything is searched
     found = _plan(options, graph, cluster, top_k=options.top_k)
     if options.out:
         save(found, options.out)
@@ -98,7 +99,8 @@ def plan(options: Namespace, output: Output) -> int:
     facts = plan_facts(found)
     output.people(lambda stream: table.print_plan(found, stream))
     if options.verify:
-        facts["verify"] = verify(uniap.compile_plan(graph, found, cluster))
+        devices = absent_devices(cluster, found.num_stages) if options.topology else None
+        facts["verify"] = verify(uniap.compile_plan(graph, found, cluster, devices=devices))
         output.people(lambda stream: print_verify(facts["verify"], stream))
     output.result(facts)
     return OK
@@ -246,9 +248,14 @@ def _profile(options: Namespace, graph: LayerGraph, cluster: Cluster) -> Profile
     source = options.source or ("described" if options.topology else "measured")
     if source == "measured" and options.topology:
         raise UsageError(
-            "--topology names devices that are not here, so nothing can be measured; use --source described"
+            "--topology names devices that are not here, so nothing can be measured; use --source compiled or described"
         )
-    budget_s = options.budget or MEASURING_BUDGET_S
+    if source == "compiled" and not options.topology:
+        raise UsageError(
+            "--source compiled is for devices that are not here; name them, for example --topology v5e:4x4, or use "
+            "--source measured"
+        )
+    budget_s = options.budget or BUDGETS_S[source]
     with profiling_bar() as progress:
         return uniap.profile(
             graph, cluster, source=source, budget_s=budget_s, cache_dir=options.cache_dir, progress=progress

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from importlib import resources
@@ -18,16 +19,24 @@ COMPILERS = {"tpu": ("libtpu",), "gpu": ("jax_cuda13_plugin", "jax_cuda12_plugin
 EXTRAS = {"tpu": "tpu", "gpu": "cuda"}
 
 
-def absent_devices(cluster: Cluster) -> list[Any]:
+def absent_devices(cluster: Cluster, num_stages: int = 1) -> list[Any]:
     """Devices of a described cluster to compile for, numbered as the cluster numbers them.
+
+    The compilers take no part of a topology, so the devices of every pipeline stage are a topology of their own.
 
     Args:
         cluster: from `load_cluster`, of TPUs or NVIDIA cards.
+        num_stages: whose programs are compiled, each on its own devices.
 
     Raises:
         ProfileError: no compiler for them is installed (says which extra has it), the compiler knows no such
             topology, or it counts other devices than the description does.
     """
+    return [d for _ in range(num_stages) for d in stage_devices(cluster, num_stages)]
+
+
+def stage_devices(cluster: Cluster, num_stages: int) -> list[Any]:
+    """Devices of one of `num_stages` stages, as a topology of their own; the same errors as `absent_devices`."""
     if cluster.platform == "cpu":
         raise ProfileError(
             f"{cluster.name} is a host of CPUs: there is no compiler for absent ones; use --source described, or "
@@ -38,30 +47,60 @@ def absent_devices(cluster: Cluster) -> list[Any]:
     _check_installed(cluster)
     from jax.experimental import topologies
 
+    name, shape = part_of(cluster, num_stages)
+    wanted = cluster.num_devices // num_stages
+    topology = f"{name}:{'x'.join(map(str, shape))}"
     try:
         if cluster.platform == "tpu":
             with _environment(TPU_SETTINGS):
-                found = topologies.get_topology_desc(platform="tpu", topology_name=cluster.name)
+                found = topologies.get_topology_desc(platform="tpu", topology_name=topology)
         else:
+            nodes, cards = shape if len(shape) == 2 else (1, shape[0])
             found = topologies.get_topology_desc(
-                platform="cuda", topology_name="", topology=_gpu_shape(cluster), target_config=_card(cluster)
+                platform="cuda", topology_name="", topology=f"1x{nodes}x{cards}", target_config=_card(name)
             )
     except (RuntimeError, ValueError) as error:  # jax raises either, from C++
         raise ProfileError(
-            f"the {cluster.platform} compiler has no topology {cluster.name!r} ({str(error).splitlines()[0][:200]}); "
+            f"the {cluster.platform} compiler has no topology {topology!r} ({str(error).splitlines()[0][:200]}); "
             "use a shape that such machines have, for example v5e:4x4, v5p:4x4x4 or h100:2x8, or --source described",
-            name=cluster.name,
+            name=topology,
         ) from error
     devices = sorted(found.devices, key=_place)
-    if len(devices) != cluster.num_devices:
+    if len(devices) != wanted:
         raise ProfileError(
-            f"the compiler counts {len(devices)} devices in {cluster.name}, its description {cluster.num_devices}: "
+            f"the compiler counts {len(devices)} devices in {topology}, its description {wanted}: "
             "they differ in what a device is, so nothing compiled would fit the description; use --source described",
             field="num_devices",
-            wanted=cluster.num_devices,
+            wanted=wanted,
             found=len(devices),
         )
     return devices
+
+
+def part_of(cluster: Cluster, num_stages: int) -> tuple[str, tuple[int, ...]]:
+    """The machine's name, and the shape of one of `num_stages` runs of neighbours; the last axis varies fastest.
+
+    Raises:
+        ProfileError: such a run is no box of the machine's shape.
+    """
+    name, _, text = cluster.name.rpartition(":")
+    sizes = [int(s) for s in text.split("x")]
+    per_chip = cluster.num_devices // math.prod(sizes)
+    left = cluster.num_devices // num_stages // per_chip
+    shape: list[int] = []
+    for size in reversed(sizes):
+        shape.insert(0, math.gcd(left, size))
+        left //= shape[0]
+        if left > 1 and shape[0] < size:
+            break
+    if left != 1 or cluster.num_devices % (num_stages * per_chip):
+        raise ProfileError(
+            f"one of {num_stages} stages of {cluster.name} is no box of its {text} devices, so there is nothing to "
+            "compile for; use a number of stages whose devices fill whole axes",
+            field="num_stages",
+            value=num_stages,
+        )
+    return name, tuple([1] * (len(sizes) - len(shape)) + shape)
 
 
 def _check_installed(cluster: Cluster) -> None:
@@ -82,15 +121,8 @@ def _place(device: Any) -> tuple[Any, ...]:
     return (device.id,)
 
 
-def _gpu_shape(cluster: Cluster) -> str:
-    sizes = cluster.name.rpartition(":")[2].split("x")
-    nodes, cards = sizes if len(sizes) == 2 else ("1", sizes[0])
-    return f"1x{nodes}x{cards}"
-
-
-def _card(cluster: Cluster) -> str:
+def _card(name: str) -> str:
     """The card's description in the form of XLA's GpuTargetConfigProto."""
-    name = cluster.name.partition(":")[0]
     file = resources.files("uniap_jax").joinpath("profiles").joinpath(f"{name}.textproto")
     if not file.is_file():
         known = [

@@ -11,7 +11,7 @@ from uniap_jax.core.machine import Cluster, check_number
 
 SOURCES = ("measured", "compiled", "described")
 ORIGINS = (*SOURCES, "scaled", "does_not_fit")
-"""Of one entry: "scaled" is a described number corrected by measured neighbours of the same layer."""
+"""Of one entry: "scaled" is a described number corrected by measured or compiled neighbours of the same layer."""
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "collective_permute", "transfer")
 
 
@@ -110,11 +110,20 @@ class Rates:
         update_bytes_per_s: element-wise update of the optimizer, bytes read and written per device and second.
         dispatch_s: host time to start one program on a stage.
         contention: (stages, slowdown): how much slower a stage of n/P devices runs when all P are busy than alone.
+        overlap_slowdown: of kernels and collectives that run together, 1 (free) to 2 (taking turns); 0 where it was
+            not measured.
     """
 
     update_bytes_per_s: float = 0.0
     dispatch_s: float = 0.0
     contention: tuple[tuple[int, float], ...] = ()
+    overlap_slowdown: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("update_bytes_per_s", "dispatch_s", "overlap_slowdown"):
+            check_number(name, getattr(self, name))
+        for stages, slowdown in self.contention:
+            check_number(f"contention of {stages} stages", slowdown, positive=True)
 
     def slowdown(self, num_stages: int) -> float:
         """Of a stage when every stage is busy; 1 where nothing is known."""
@@ -218,6 +227,15 @@ def described_link(cluster: Cluster, kind: str, size: int, stride: int) -> LinkF
         beta_s_per_byte=ring_factor(kind, size) / route.bandwidth_bytes_per_s,
         origin="described",
     )
+
+
+def overlapped(kernels_s: float, collectives_s: float, slowdown: float) -> float:
+    """Seconds of kernels and collectives that run together.
+
+    While both run each is slowed, and the shorter one ends first: max + (slowdown - 1) × min; 1 hides the shorter one
+    wholly, 2 is one after the other.
+    """
+    return max(kernels_s, collectives_s) + (slowdown - 1.0) * min(kernels_s, collectives_s)
 
 
 class Links:

@@ -9,15 +9,18 @@ from typing import Any
 
 import jax
 
+from uniap_jax.core.absent import stage_devices
 from uniap_jax.core.described import Describer
 from uniap_jax.core.errors import ProfileError
 from uniap_jax.core.graph import LayerGraph
-from uniap_jax.core.machine import Cluster
-from uniap_jax.core.profile import Key, LayerCost, LinkFit, Profile, Rates
+from uniap_jax.core.machine import Cluster, usable_cores
+from uniap_jax.core.profile import SOURCES, Key, LayerCost, LinkFit, Profile, Rates
 from uniap_jax.profiler.cache import Cache, default_dir
 from uniap_jax.profiler.calibrate import fill
-from uniap_jax.profiler.measure import Measurer, measure_machine, measured_links, run_entries
+from uniap_jax.profiler.compiled import Compiler, measure_cycle
+from uniap_jax.profiler.measure import Measurer, measure_machine, measured_describer
 from uniap_jax.profiler.order import Entry, by_value, entries
+from uniap_jax.profiler.run import run_entries
 
 __all__ = ["profile"]
 
@@ -41,53 +44,63 @@ def profile(
     """Costs of every kind of layer under every legal strategy and micro-batch.
 
     "measured" compiles and times what decides most first and stops when the budget is spent; the rest is described
-    from the cluster's rates, calibrated on what was measured, and marked "scaled". "described" compiles nothing.
+    from the cluster's rates, calibrated on what was measured, and marked "scaled". "compiled" does the same with the
+    real compiler of TPUs or cards that are not here, and no clock. "described" compiles nothing.
 
     Args:
         graph: from the frontend.
         cluster: the devices; for "measured" those at hand.
-        source: "measured" or "described".
+        source: "measured", "compiled" or "described".
         num_stages: pipeline stages to cover; "auto" for every divisor of the devices.
         num_microbatches: micro-batches to cover; "auto" for every divisor of the batch.
         keeps: what strategies may keep for the backward pass.
-        budget_s: seconds to spend on compiling and timing; measurements in the cache cost none of it.
-        cache_dir: where measurements are kept; the user's cache folder where None.
+        budget_s: seconds to spend on compiling and timing; results in the cache cost none of it.
+        cache_dir: where results are kept; the user's cache folder where None.
         devices: to measure on, in the order stages take them; the first of `jax.devices()` where None.
         progress: called with what is done, how much there is, and what is being measured.
 
     Raises:
-        ProfileError: an unknown source, a count that is not possible, or devices that are not the cluster's.
+        ProfileError: an unknown source, a count that is not possible, devices that are not the cluster's, or no
+            compiler for devices that are not here.
     """
     start = time.monotonic()
-    if source not in ("measured", "described"):
-        raise ProfileError(f"source {source!r} is unknown; use measured or described", field="source")
+    if source not in SOURCES:
+        raise ProfileError(f"source {source!r} is unknown; use {', '.join(SOURCES)}", field="source")
     describer = Describer(graph, cluster)
     found = entries(describer, num_stages=num_stages, num_microbatches=num_microbatches, keeps=keeps)
     if source == "described":
         costs = {e.key: _described(describer, e) for e in found}
         return _profile(describer, costs, source=source, start=start)
-    here = _devices(cluster, devices)
     cache = Cache(Path(cache_dir) if cache_dir is not None else default_dir())
-    stages = sorted({e.num_stages for e in found})
-    fits, rates = measure_machine(here, stages, cache, start + LINKS_SHARE * budget_s)
-    describer = measured_links(describer, fits)
-    measurer = Measurer(describer=describer, devices=here, rates=rates, cache=cache)
+    fits: tuple[LinkFit, ...] = ()
+    rates: Rates | None = None
+    prober: Measurer | Compiler
+    if source == "measured":
+        here = _devices(cluster, devices)
+        stages = sorted({e.num_stages for e in found})
+        fits, rates = measure_machine(here, stages, cache, start + LINKS_SHARE * budget_s)
+        describer = measured_describer(describer, fits, rates)
+        prober, workers = Measurer(describer=describer, devices=here, rates=rates, cache=cache), 1
+    else:
+        absent = {p: stage_devices(cluster, p) for p in sorted({e.num_stages for e in found})}
+        cycle_s = measure_cycle(cluster, next(iter(absent.values())), cache)
+        prober, workers = Compiler(describer=describer, devices=absent, cycle_s=cycle_s, cache=cache), usable_cores()
     ranked = by_value(found, describer)
-    measured = run_entries(ranked, measurer, deadline_s=start + budget_s, progress=progress)
-    costs, calibration = fill(found, measured, describer)
-    count = sum(c.origin == "measured" for c in measured.values())
+    probed = run_entries(ranked, prober, deadline_s=start + budget_s, progress=progress, workers=workers)
+    costs, calibration = fill(found, probed, describer)
+    count = sum(c.origin == source for c in probed.values())
     note = (
-        f"{count} of {len(found)} entries are measured; the others are described, calibrated on these "
+        f"{count} of {len(found)} entries are {source}; the others are described, calibrated on these "
         f"(mean error {calibration.error:.0%} before the correction by neighbours)."
     )
     return _profile(
         describer,
         costs,
-        source="measured" if count else "described",
+        source=source if count else "described",
         start=start,
         links=fits,
         rates=rates,
-        notes=(note, *measurer.notes),
+        notes=(note, *prober.notes),
         jax_version=jax.__version__,
     )
 

@@ -69,7 +69,7 @@ def fill(
 ) -> tuple[dict[Key, LayerCost], Calibration]:
     """Every entry: measured where it was, else the calibrated description times the neighbour's correction."""
     parts = {e.key: described_parts(describer, e) for e in entries}
-    known = [e for e in entries if e.key in measured and measured[e.key].origin == "measured"]
+    known = [e for e in entries if e.key in measured and measured[e.key].origin in ("measured", "compiled")]
     found = calibrate([(parts[e.key], _total(measured[e.key])) for e in known])
     ratio = {e.key: _total(measured[e.key]) / max(float(parts[e.key] @ found.weights), 1e-12) for e in known}
     by_layer: dict[int, list[Entry]] = {}

@@ -7,14 +7,15 @@ inside it; a loop costs its body times the trip count that the compiler knows. T
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 
-BITS = {"pred": 8, "token": 0, "opaque": 0, "f8": 8, "bf16": 16, "c64": 64, "c128": 128}
+BITS = {"pred": 8, "token": 0, "opaque": 0}
 FREE = frozenset(
     ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id")
 )
@@ -48,8 +49,8 @@ class Array:
     @property
     def nbytes(self) -> float:
         """Bytes without padding."""
-        bits = BITS.get(self.dtype) or int(re.sub(r"^[a-z]+(\d+).*$", r"\1", self.dtype))
-        return 0.0 if self.dtype in ("token", "opaque") else math.prod(self.dims) * bits / 8
+        bits = BITS[self.dtype] if self.dtype in BITS else int(re.sub(r"^[a-z]+(\d+).*$", r"\1", self.dtype))
+        return math.prod(self.dims) * bits / 8
 
     @property
     def memory_bytes(self) -> float:
@@ -283,7 +284,9 @@ class _Reader:
         self.seen.add(key)
         size, stride = group_of(i.attributes)
         nbytes = sum(a.nbytes for o in i.operands if o in known for a in known[o].arrays)
-        scattered = kind == "all_reduce" and any("all-reduce-scatter" in n for n, c in self._homes() if i in c)
+        scattered = kind == "all_reduce" and any(
+            "all-reduce-scatter" in n and i in c for n, c in self.computations.items()
+        )
         self.collectives.append(
             Collective(
                 kind="reduce_scatter" if scattered else kind,
@@ -294,9 +297,6 @@ class _Reader:
                 hidden=i.opcode.endswith("-start") or "chain_id" in i.attributes,
             )
         )
-
-    def _homes(self) -> Iterator[tuple[str, tuple[Instruction, ...]]]:
-        return iter(self.computations.items())
 
     def _bytes(self, i: Instruction, known: Mapping[str, Instruction], inner: list[Instruction]) -> float:
         """Bytes that a kernel moves from and to main memory; of an array it reads or writes a slice of, the slice."""
@@ -371,7 +371,7 @@ def _flops(i: Instruction, known: Mapping[str, Instruction]) -> float:
 def group_of(attributes: str) -> tuple[int, int]:
     """(size, stride) of the groups of a collective, from any of HLO's ways to write them."""
     group = _first_group(attributes)
-    steps = [abs(b - a) for a, b in zip(group, group[1:], strict=False)]
+    steps = [abs(b - a) for a, b in itertools.pairwise(group)]
     return len(group), min(steps, default=1)
 
 

@@ -76,6 +76,42 @@ def measure_transfer(num_stages: int, devices: Sequence[Any]) -> LinkFit:
     return fit_line("transfer", size, 1, points)
 
 
+def measure_overlap(devices: Sequence[Any]) -> float:
+    """How much a matrix product and an all_reduce that need each other's results nowhere slow each other down.
+
+    Each is timed alone and both in one program, where the compiler and the devices may run them together:
+    1 + (both - longer) / shorter, between 1 (the shorter one is hidden) and 2 (one after the other).
+    """
+    mesh = Mesh(np.asarray(devices, dtype=object), ("group",))
+    whole = NamedSharding(mesh, PartitionSpec())
+    x = jax.device_put(np.full((256, 256), 0.01, np.float32), whole)
+    moved = jax.device_put(np.ones((LARGE_BYTES // 16,), np.float32), whole)
+
+    def meet(y: Any) -> Any:
+        return lax.psum(y, "group")
+
+    bodies: tuple[tuple[Callable[..., Any], tuple[Any, ...]], ...] = (
+        (lambda a: _chain(a, a), (x,)),
+        (meet, (moved,)),
+        (lambda a, y: (_chain(a, a), meet(y)), (x, moved)),
+    )
+    seconds = []
+    for body, arguments in bodies:
+        with jax.set_mesh(mesh):
+            mapped = jax.shard_map(
+                body, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False
+            )
+            compiled = jax.jit(mapped).lower(*arguments).compile()
+
+        def run(compiled: Any = compiled, arguments: tuple[Any, ...] = arguments) -> Any:
+            return jax.block_until_ready(compiled(*arguments))
+
+        seconds.append(time_program(run, target_s=0.1, max_runs=10).median_s)
+    kernels, collective, both = seconds
+    longer, shorter = max(kernels, collective), min(kernels, collective)
+    return float(min(2.0, max(1.0, 1.0 + (both - longer) / shorter)))
+
+
 def fit_line(kind: str, size: int, stride: int, points: Sequence[tuple[float, float]]) -> LinkFit:
     """Least squares of seconds over bytes, relative to the seconds; neither part negative.
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -14,15 +14,14 @@ import msgspec
 from uniap_jax.core.described import Describer
 from uniap_jax.core.errors import ProfileError, TraceError
 from uniap_jax.core.machine import usable_cores
-from uniap_jax.core.profile import Key, LayerCost, LinkFit, Links, Rates
-from uniap_jax.core.sharding import axis_sizes, make_mesh
+from uniap_jax.core.profile import LayerCost, LinkFit, Links, Rates
+from uniap_jax.core.sharding import axis_sizes, make_mesh, shard_bytes
 from uniap_jax.profiler import links
 from uniap_jax.profiler.cache import Cache
 from uniap_jax.profiler.order import Entry
 from uniap_jax.profiler.programs import Arrays, Case, compile_fused, compile_split
 from uniap_jax.profiler.timing import Timing, time_program
 
-Progress = Callable[[int, int, str], None]
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
 
 
@@ -91,7 +90,7 @@ def _cached_fit(
 
 def _rates(devices: Sequence[Any], stages: Sequence[int], cache: Cache) -> Rates:
     shared = devices[0].platform == "cpu"  # other devices have cores of their own
-    facts = {"what": "rates", "stages": sorted(stages), **machine_facts(devices)}
+    facts = {"what": "rates", "stages": sorted(stages), "overlap": True, **machine_facts(devices)}
     known = cache.get(facts)
     if known is None:
         contention = [(p, links.measure_contention(p, devices)) for p in stages if p > 1] if shared else []
@@ -99,6 +98,7 @@ def _rates(devices: Sequence[Any], stages: Sequence[int], cache: Cache) -> Rates
             update_bytes_per_s=links.measure_update_rate(devices),
             dispatch_s=links.measure_dispatch(devices, max(stages)),
             contention=tuple(contention),
+            overlap_slowdown=links.measure_overlap(devices),
         )
         known = msgspec.to_builtins(fit)
         cache.put(facts, known)
@@ -181,21 +181,14 @@ class Measurer:
             "spread": [t.spread for t in timings],
             "runs": [t.runs for t in timings],
             "memory": [p.memory for p in programs],
-            "writes": _write_bytes(case),
+            "writes": write_bytes(case),
         }
 
     def _cost(self, entry: Entry, numbers: dict[str, Any]) -> LayerCost:
         layer, fused = self.describer.graph.layers[entry.layer], entry.num_stages == 1
         told = self.describer.cost(layer, entry.strategy, samples=entry.key.samples, fused=fused)
         if numbers.get("does_not_fit"):
-            return LayerCost(
-                forward_s=told.forward_s,
-                backward_s=told.backward_s,
-                sync_s=told.sync_s,
-                kept_bytes=told.kept_bytes,
-                transient_bytes=told.transient_bytes,
-                origin="does_not_fit",
-            )
+            return does_not_fit(told)
         busy = self.rates.slowdown(entry.num_stages)
         timings = [
             Timing(median_s=float(s) * busy, spread=float(d), runs=int(r))
@@ -205,7 +198,7 @@ class Measurer:
         sync = min(told.sync_s, 0.7 * timings[-1].median_s)
         share = told.forward_s / told.time_s if told.time_s > 0 else 1 / 3
         forward = (total - sync) * share if fused else timings[0].median_s
-        kept, transient = _memory(numbers, told, fused)
+        kept, transient = memory_parts(numbers, told, fused)
         return LayerCost(
             forward_s=forward,
             backward_s=total - sync - forward,
@@ -218,17 +211,20 @@ class Measurer:
         )
 
 
-def _write_bytes(case: Case) -> float:
-    """Bytes per device of what the layer writes, as laid out."""
-    from uniap_jax.core.sharding import shard_bytes
+def does_not_fit(told: LayerCost) -> LayerCost:
+    """The entry of a strategy that ran out of memory: as described, and not allowed."""
+    return replace(told, origin="does_not_fit")
 
+
+def write_bytes(case: Case) -> float:
+    """Bytes per device of what the layer writes, as laid out."""
     sizes = {name: int(size) for name, size in case.mesh.shape.items()}
     where = case.sharding().writes
     values = [case.graph.values[v] for v in case.layer.writes]
     return float(sum(shard_bytes(v, s, sizes) for v, s in zip(values, where, strict=True)))
 
 
-def _memory(numbers: dict[str, Any], told: LayerCost, fused: bool) -> tuple[float, float]:
+def memory_parts(numbers: dict[str, Any], told: LayerCost, fused: bool) -> tuple[float, float]:
     """(kept, working) bytes from the compiler's figures; as described where it gives none."""
     memory = numbers["memory"]
     if not all(memory):
@@ -241,31 +237,9 @@ def _memory(numbers: dict[str, Any], told: LayerCost, fused: bool) -> tuple[floa
     return kept, max(m["temporaries"] for m in memory)
 
 
-def measured_links(describer: Describer, fits: Sequence[LinkFit]) -> Describer:
-    """The same graph described with measured links."""
-    return Describer(describer.graph, describer.cluster, Links(describer.cluster, fits))
-
-
-def run_entries(
-    ranked: Sequence[Entry], measurer: Measurer, *, deadline_s: float, progress: Progress | None
-) -> dict[Key, LayerCost]:
-    """Measures in order until the deadline (`time.monotonic`); what the cache knows costs nothing and always counts."""
-    found: dict[Key, LayerCost] = {}
-    for entry in ranked:
-        known = measurer.known(entry)
-        if known is not None:
-            found[entry.key] = known
-    todo = [e for e in ranked if e.key not in found]
-    durations: list[float] = []
-    for done, entry in enumerate(todo):
-        start = time.monotonic()
-        if start + (sum(durations[-5:]) / len(durations[-5:]) if durations else 0.0) > deadline_s:
-            break
-        if progress is not None:
-            name = measurer.describer.graph.layers[entry.layer].name
-            progress(len(found), len(found) + len(todo) - done, f"{name}, {entry.strategy}, {entry.num_stages} stages")
-        cost = measurer.measure(entry)
-        if cost is not None:
-            found[entry.key] = cost
-        durations.append(time.monotonic() - start)
-    return found
+def measured_describer(describer: Describer, fits: Sequence[LinkFit], rates: Rates) -> Describer:
+    """The same graph described with the machine as measured."""
+    cluster = describer.cluster
+    if rates.overlap_slowdown:
+        cluster = replace(cluster, overlap_slowdown=rates.overlap_slowdown)
+    return Describer(describer.graph, cluster, Links(cluster, fits))

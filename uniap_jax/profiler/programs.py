@@ -18,9 +18,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from uniap_jax.core.graph import Layer, LayerGraph
 from uniap_jax.core.jax_compat import Literal
 from uniap_jax.core.jaxprs import Tape, close, flatten, live_eqns, open_jaxpr
-from uniap_jax.core.sharding import LayerSharding, assign_axes, layer_sharding
+from uniap_jax.core.rewrite_layout import laid_out
+from uniap_jax.core.sharding import LayerSharding, layer_sharding
 from uniap_jax.core.strategy import Strategy
-from uniap_jax.core.vjp import is_float, layer_avals, layer_function, split_layer
+from uniap_jax.core.vjp import is_float, layer_avals, layer_function
 from uniap_jax.core.work import CHEAP
 
 
@@ -30,7 +31,7 @@ class Direction:
 
     Attributes:
         compiled: the executable.
-        arguments: placed arrays.
+        arguments: placed arrays; empty where the devices are not here.
         memory: bytes per device: arguments, outputs, temporaries, aliased; empty where the backend does not say.
     """
 
@@ -64,8 +65,13 @@ class Case:
         return layer_sharding(self.graph, self.layer, self.strategy)
 
 
-def compile_fused(case: Case, arrays: Arrays) -> tuple[Direction]:
-    """Forward and backward as one program: `(params, operands, reads, cotangents) -> gradients`."""
+def compile_fused(case: Case, arrays: Arrays | None) -> tuple[Direction]:
+    """Forward and backward as one program: `(params, operands, reads, cotangents) -> gradients`.
+
+    Args:
+        case: what to compile and where.
+        arrays: of the arguments to run it with; None where it is only compiled.
+    """
     where, run = case.sharding(), _laid_out(case)
 
     def both(params: Any, operands: Any, reads: Any, cotangents: Any) -> Any:
@@ -77,7 +83,7 @@ def compile_fused(case: Case, arrays: Arrays) -> tuple[Direction]:
     return (_compile(case, both, shapes, specs, _grad_specs(case, where), arrays),)
 
 
-def compile_split(case: Case, arrays: Arrays) -> tuple[Direction, Direction]:
+def compile_split(case: Case, arrays: Arrays | None) -> tuple[Direction, Direction]:
     """Forward `-> (writes, kept)` and backward `(inputs, kept, cotangents) -> gradients`, as stages run them."""
     where, run = case.sharding(), _laid_out(case)
     structure: list[Any] = []
@@ -129,8 +135,7 @@ def _vjp(run: Callable[..., list[Any]], params: Any, operands: Any, reads: Any) 
 
 def _laid_out(case: Case) -> Callable[..., list[Any]]:
     """The layer with its layout pinned at its edges."""
-    axes = assign_axes(case.strategy, case.mesh.size).tensor
-    layer = split_layer(case.layer, case.strategy.tensor, case.mesh, axes)
+    layer = laid_out(case.graph, case.layer, case.strategy, case.mesh)
     function, where = layer_function(layer, case.strategy.keep), case.sharding()
 
     def run(params: Sequence[Any], operands: Sequence[Any], reads: Sequence[Any]) -> list[Any]:
@@ -195,7 +200,7 @@ def _compile(
     shapes: Sequence[Sequence[Any]],
     specs: Sequence[Sequence[Any]],
     out_specs: Sequence[PartitionSpec | None],
-    arrays: Arrays,
+    arrays: Arrays | None,
 ) -> Direction:
     """Compiles on the sub-mesh and places arguments; None leaves an output's layout to the compiler."""
     mesh = case.mesh
@@ -207,11 +212,15 @@ def _compile(
     with jax.set_mesh(mesh):
         jitted = jax.jit(function, in_shardings=shardings, out_shardings=[named(s) for s in out_specs])
         compiled = jitted.lower(*[list(g) for g in shapes]).compile()
-    placed = tuple(
+    placed = () if arrays is None else _placed(arrays, shapes, shardings)
+    return Direction(compiled=compiled, arguments=placed, memory=memory_of(compiled))
+
+
+def _placed(arrays: Arrays, shapes: Sequence[Any], shardings: Sequence[Any]) -> tuple[list[Any], ...]:
+    return tuple(
         [arrays.place(s, h) for s, h in zip(group, where, strict=True)]
         for group, where in zip(shapes, shardings, strict=True)
     )
-    return Direction(compiled=compiled, arguments=placed, memory=memory_of(compiled))
 
 
 def memory_of(compiled: Any) -> dict[str, float]:

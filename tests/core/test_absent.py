@@ -1,0 +1,71 @@
+import importlib.util
+import os
+
+import pytest
+
+from uniap_jax.core import absent
+from uniap_jax.core.absent import absent_devices, part_of, stage_devices
+from uniap_jax.core.cluster import load_cluster, local_cluster
+from uniap_jax.core.errors import ProfileError
+
+HERE = importlib.util.find_spec("libtpu") is not None
+
+
+@pytest.mark.parametrize(
+    ("name", "stages", "part"),
+    [
+        ("v5e:4x4", 1, ("v5e", (4, 4))),
+        ("v5e:4x4", 2, ("v5e", (2, 4))),
+        ("v5e:4x4", 8, ("v5e", (1, 2))),
+        ("v5p:4x4x8", 4, ("v5p", (1, 4, 8))),
+        ("h100:2x8", 2, ("h100", (1, 8))),
+        ("tpu7x:2x2x1", 4, ("tpu7x", (1, 1, 1))),
+    ],
+)
+def test_a_stage_is_a_topology_of_its_own(name, stages, part):
+    assert part_of(load_cluster(name), stages) == part
+
+
+@pytest.mark.parametrize(("name", "stages"), [("v5e:4x4", 3), ("v5p:2x3x4", 12 // 4 * 4), ("tpu7x:2x2x1", 8)])
+def test_no_box(name, stages):
+    cluster = load_cluster(name)
+    if cluster.num_devices % stages == 0 and name == "v5p:2x3x4":
+        assert part_of(cluster, stages) == ("v5p", (1, 1, 2))
+        return
+    with pytest.raises(ProfileError) as error:
+        part_of(cluster, stages)
+    assert error.value.field == "num_stages"
+
+
+def test_a_missing_compiler_names_the_extra(monkeypatch):
+    monkeypatch.setattr(absent, "find_spec", lambda name: None)
+    for name, extra in (("v5e:4x4", "tpu"), ("h100:2x8", "cuda")):
+        with pytest.raises(ProfileError, match=rf"uniap-jax\[{extra}\]") as error:
+            stage_devices(load_cluster(name), 1)
+        assert error.value.extra == extra
+
+
+def test_absent_cpus_have_no_compiler():
+    with pytest.raises(ProfileError) as error:
+        stage_devices(local_cluster(), 1)
+    assert error.value.field == "platform"
+
+
+@pytest.mark.skipif(not HERE, reason="the TPU compiler comes with jax[tpu]")
+def test_chips_come_in_the_order_of_the_torus():
+    before = dict(os.environ)
+    devices = absent_devices(load_cluster("v5e:2x4"))
+    assert [tuple(d.coords)[:2] for d in devices] == [(x, y) for x in range(2) for y in range(4)]
+    assert devices[0].device_kind == load_cluster("v5e:2x4").kind
+    assert dict(os.environ) == before
+    assert len(absent_devices(load_cluster("v5e:2x4"), 4)) == 8
+
+
+@pytest.mark.skipif(not HERE, reason="the TPU compiler comes with jax[tpu]")
+def test_topologies_that_the_compiler_does_not_know():
+    with pytest.raises(ProfileError) as error:
+        stage_devices(load_cluster("v5e:3x5"), 1)
+    assert error.value.name == "v5e:3x5"
+    with pytest.raises(ProfileError) as error:  # the compiler sees cores, the description chips
+        stage_devices(load_cluster("v4:2x2x2"), 1)
+    assert (error.value.field, error.value.wanted, error.value.found) == ("num_devices", 8, 16)

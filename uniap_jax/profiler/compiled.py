@@ -1,0 +1,203 @@
+"""Costs of layers from the real compiler of accelerators that are not here: memory as it says, time as a judgement.
+
+Time of a program: its kernels take what the compiler's own cycle estimates say, or what its bytes take in main memory
+where that is longer; without estimates each kernel is a roofline. Collectives are added at alpha + beta × bytes; those
+that run beside kernels are hidden by them as far as they reach. No clock has confirmed any of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from uniap_jax.core.described import Describer
+from uniap_jax.core.errors import ProfileError, TraceError
+from uniap_jax.core.machine import Cluster
+from uniap_jax.core.profile import LayerCost, Links, overlapped
+from uniap_jax.core.sharding import make_mesh
+from uniap_jax.profiler.cache import Cache
+from uniap_jax.profiler.hlo import Program, read_program
+from uniap_jax.profiler.measure import OUT_OF_MEMORY, does_not_fit, memory_parts, write_bytes
+from uniap_jax.profiler.order import Entry
+from uniap_jax.profiler.programs import Case, Direction, compile_fused, compile_split
+
+CLOCK_SIZE = 4096
+"""Rows and columns of the matrix product whose time is known, to learn how long the compiler's cycle is."""
+DTYPES = {"f64": "float64", "f32": "float32", "bf16": "bfloat16", "f16": "float16"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seconds:
+    """Time of one program.
+
+    Attributes:
+        kernels_s: computing and main memory.
+        collectives_s: what collectives add to it.
+    """
+
+    kernels_s: float
+    collectives_s: float
+
+
+def program_seconds(program: Program, cluster: Cluster, links: Links, cycle_s: float) -> Seconds:
+    """Predicted time of one run.
+
+    Args:
+        program: read from the optimised HLO.
+        cluster: rates.
+        links: times of collectives.
+        cycle_s: seconds of one of the compiler's cycles; 0 where it estimates none.
+    """
+    bandwidth = cluster.memory_bandwidth_bytes_per_s * cluster.memory_efficiency
+    cycles = program.total("cycles")
+    if cycles > 0 and cycle_s > 0:
+        kernels = max(cycles * cycle_s, program.total("nbytes") / bandwidth)
+    else:
+        kernels = 0.0
+        for k in program.kernels:
+            rate = cluster.flops_per_s(DTYPES.get(k.dtype, "float32")) * cluster.matmul_efficiency
+            kernels += k.times * (max(k.flops / rate, k.nbytes / bandwidth) + cluster.op_overhead_s)
+    times = [(c.hidden, c.times * links.time_s(c.kind, c.nbytes, c.size, c.stride)) for c in program.collectives]
+    beside, alone = sum(t for h, t in times if h), sum(t for h, t in times if not h)
+    added = overlapped(kernels, beside, cluster.overlap_slowdown) - kernels
+    return Seconds(kernels_s=kernels, collectives_s=alone + added)
+
+
+def compiler_facts(cluster: Cluster, devices: Sequence[Any]) -> dict[str, Any]:
+    """What a compiled program depends on besides the layer."""
+    return {
+        "compiled_for": devices[0].device_kind,
+        "described": repr(replace(cluster, memory_limit="90%", source="", notes=())),
+        "num_devices": len(devices),
+        "compiler": str(devices[0].client.platform_version),
+        "jax": jax.__version__,
+    }
+
+
+def measure_cycle(cluster: Cluster, devices: Sequence[Any], cache: Cache) -> float:
+    """Seconds of one cycle of the compiler's estimates, from a matrix product that runs at the peak rate; 0 if none."""
+    facts = {"what": "cycle", "size": CLOCK_SIZE, **compiler_facts(cluster, devices)}
+    known = cache.get(facts)
+    if known is None:
+        mesh = Mesh([devices[0]], ("x0",))
+        shape = jax.ShapeDtypeStruct(
+            (CLOCK_SIZE, CLOCK_SIZE), jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec())
+        )
+        with jax.set_mesh(mesh):
+            text = jax.jit(jnp.matmul).lower(shape, shape).compile().as_text()
+        known = {"cycles": read_program(text).total("cycles")}
+        cache.put(facts, known)
+    seconds = 2.0 * CLOCK_SIZE**3 / cluster.flops_per_s("bfloat16")
+    return seconds / float(known["cycles"]) if known["cycles"] else 0.0
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Compiler:
+    """Finds costs of entries by compiling them.
+
+    Attributes:
+        describer: of the graph; says what part of the collectives is gradient synchronisation.
+        devices: of one stage, in the cluster's order, by the number of stages.
+        cycle_s: seconds of one of the compiler's cycles.
+        cache: of earlier results.
+        notes: what could not be compiled, one sentence each.
+    """
+
+    describer: Describer
+    devices: Mapping[int, Sequence[Any]]
+    cycle_s: float
+    cache: Cache
+    notes: dict[str, None] = field(default_factory=dict)
+
+    def facts(self, entry: Entry) -> dict[str, Any]:
+        """The cache key of an entry."""
+        graph = self.describer.graph
+        layer = graph.layers[entry.layer]
+        return {
+            "what": "compiled layer",
+            "signature": layer.signature,
+            "shapes": [f"{a.shape}{a.dtype}" for a in layer.jaxpr.in_avals],
+            "batch": graph.batch_size,
+            "strategy": str(entry.strategy),
+            "stages": entry.num_stages,
+            "microbatches": entry.num_microbatches,
+            **compiler_facts(self.describer.cluster, self.devices[entry.num_stages]),
+        }
+
+    def known(self, entry: Entry) -> LayerCost | None:
+        """What the cache has."""
+        numbers = self.cache.get(self.facts(entry))
+        if numbers is None:
+            return None
+        try:
+            return self._cost(entry, numbers)
+        except (KeyError, TypeError, ValueError) as error:
+            self.notes[f"a cached result for {entry.strategy} was refused ({error}) and made again"] = None
+            return None
+
+    def measure(self, entry: Entry) -> LayerCost | None:
+        """Compiles an entry; None where the compiler refuses, with a note."""
+        try:
+            numbers = self._numbers(entry)
+        except jax.errors.JaxRuntimeError as error:
+            if OUT_OF_MEMORY not in str(error):
+                self._note(entry, str(error).splitlines()[0])
+                return None
+            numbers = {"does_not_fit": True}
+        except TraceError as error:
+            self._note(entry, str(error))
+            return None
+        try:
+            cost = self._cost(entry, numbers)
+        except ProfileError as error:
+            self._note(entry, str(error))
+            return None
+        self.cache.put(self.facts(entry), numbers)
+        return cost
+
+    def _note(self, entry: Entry, why: str) -> None:
+        name = self.describer.graph.layers[entry.layer].name
+        self.notes[f"Layer {name} under {entry.strategy} could not be compiled: {why}."] = None
+
+    def _numbers(self, entry: Entry) -> dict[str, Any]:
+        graph = self.describer.graph
+        cut = graph if entry.num_microbatches == 1 else graph.microbatch(entry.num_microbatches)
+        mesh = make_mesh(list(self.devices[entry.num_stages]))
+        case = Case(graph=cut, layer=cut.layers[entry.layer], strategy=entry.strategy, mesh=mesh)
+        programs = compile_fused(case, None) if entry.num_stages == 1 else compile_split(case, None)
+        times = [self._seconds(p) for p in programs]
+        return {
+            "kernels": [t.kernels_s for t in times],
+            "collectives": [t.collectives_s for t in times],
+            "memory": [p.memory for p in programs],
+            "writes": write_bytes(case),
+        }
+
+    def _seconds(self, program: Direction) -> Seconds:
+        read = read_program(program.compiled.as_text())
+        return program_seconds(read, self.describer.cluster, self.describer.links, self.cycle_s)
+
+    def _cost(self, entry: Entry, numbers: dict[str, Any]) -> LayerCost:
+        layer, fused = self.describer.graph.layers[entry.layer], entry.num_stages == 1
+        told = self.describer.cost(layer, entry.strategy, samples=entry.key.samples, fused=fused)
+        if numbers.get("does_not_fit"):
+            return does_not_fit(told)
+        kernels, collectives = numbers["kernels"], numbers["collectives"]
+        sync = min(told.sync_s, collectives[-1])  # gradients meet at the end of the backward
+        total = sum(kernels) + sum(collectives) - sync
+        share = told.forward_s / told.time_s if told.time_s > 0 else 1 / 3
+        forward = total * share if fused else kernels[0] + collectives[0]
+        kept, transient = memory_parts(numbers, told, fused)
+        return LayerCost(
+            forward_s=forward,
+            backward_s=total - forward,
+            sync_s=sync,
+            kept_bytes=kept,
+            transient_bytes=transient,
+            origin="compiled",
+        )

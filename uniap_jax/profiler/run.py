@@ -1,0 +1,83 @@
+"""Works through entries, most valuable first, until the budget is spent."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from typing import Protocol
+
+from uniap_jax.core.described import Describer
+from uniap_jax.core.profile import Key, LayerCost
+from uniap_jax.profiler.order import Entry
+
+Progress = Callable[[int, int, str], None]
+RECENT = 5
+"""How many of the latest durations say how long the next entry will take."""
+
+
+class Prober(Protocol):
+    """What finds the cost of an entry: `Measurer` by running it, `Compiler` by compiling it."""
+
+    @property
+    def describer(self) -> Describer:
+        """Of the graph."""
+        ...
+
+    def known(self, entry: Entry) -> LayerCost | None:
+        """What the cache has."""
+        ...
+
+    def measure(self, entry: Entry) -> LayerCost | None:
+        """The cost, kept in the cache; None where there is none, with a note."""
+        ...
+
+
+def run_entries(
+    ranked: Sequence[Entry], prober: Prober, *, deadline_s: float, progress: Progress | None, workers: int = 1
+) -> dict[Key, LayerCost]:
+    """Costs of entries in order until the deadline; what the cache knows costs nothing and always counts.
+
+    Args:
+        ranked: most valuable first.
+        prober: measures one entry.
+        deadline_s: of `time.monotonic`; an entry that would likely end after it is not begun.
+        progress: called with what is done, how much there is, and what comes next.
+        workers: entries under way at once; more than one only where nothing is timed.
+    """
+    found: dict[Key, LayerCost] = {}
+    for entry in ranked:
+        known = prober.known(entry)
+        if known is not None:
+            found[entry.key] = known
+    todo = [e for e in ranked if e.key not in found]
+    durations: list[float] = []
+
+    def probe(entry: Entry) -> tuple[Entry, LayerCost | None, float]:
+        start = time.monotonic()
+        return entry, prober.measure(entry), time.monotonic() - start
+
+    with ThreadPoolExecutor(max_workers=workers) as pool:
+        waiting, ahead = set[Future[tuple[Entry, LayerCost | None, float]]](), iter(enumerate(todo))
+        more = True
+        while more or waiting:
+            while more and len(waiting) < workers:
+                done, entry = next(ahead, (len(todo), None))
+                recent = durations[-RECENT:]
+                expected = sum(recent) / len(recent) if recent else 0.0
+                more = entry is not None and time.monotonic() + expected <= deadline_s
+                if entry is None or not more:
+                    break
+                if progress is not None:
+                    name = prober.describer.graph.layers[entry.layer].name
+                    told = f"{name}, {entry.strategy}, {entry.num_stages} stages"
+                    progress(len(found), len(found) + len(todo) - done, told)
+                waiting.add(pool.submit(probe, entry))
+            if waiting:
+                ready, waiting = wait(waiting, return_when=FIRST_COMPLETED)
+                for future in ready:
+                    entry, cost, seconds = future.result()
+                    durations.append(seconds)
+                    if cost is not None:
+                        found[entry.key] = cost
+    return found

@@ -8,6 +8,8 @@ from functools import cached_property
 import numpy as np
 
 from uniap_jax.core.costs import Candidate, CostTables
+from uniap_jax.core.equal_costs import EqualTables
+from uniap_jax.core.errors import StrategyError
 from uniap_jax.core.strategy import Strategy, enumerate_strategies
 
 KEPT_SHARE = {"all": 1.0, "dots": 0.45, "inputs": 0.06}
@@ -120,6 +122,14 @@ class LlamaChain:
         order = {"all": 0, "inputs": 1, "dots": 2}
         chosen = sorted(fitting, key=lambda s: (order[s.keep], found.index(s)))[: self.max_strategies]
         return tuple(chosen)
+
+    def equal_candidates(self) -> tuple[Candidate, ...]:
+        """One program for all stages is not described."""
+        return ()
+
+    def equal_tables(self, candidate: Candidate) -> EqualTables:
+        """One program for all stages is not described."""
+        raise StrategyError("these chains have no tables of equal stages", num_stages=candidate.num_stages)
 
     def with_strategy(self, strategy: Strategy) -> LlamaChain:
         """Itself: analytic chains price what they list."""

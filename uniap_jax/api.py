@@ -122,6 +122,7 @@ class Options:
     num_stages: int | Literal["auto"]
     num_microbatches: int | Literal["auto"]
     schedule: str
+    executor: str
     strategy: Strategy | None
     pin: Pinning | None
     top_k: int
@@ -261,11 +262,19 @@ def find_plan(graph: LayerGraph, options: Options) -> Plan:
         num_stages=options.num_stages,
         num_microbatches=options.num_microbatches,
         schedule=options.schedule,
+        executor=_possible_executor(options),
         strategy=options.strategy,
         pin=options.pin,
         top_k=options.top_k,
         progress=options.progress,
     )
+
+
+def _possible_executor(options: Options) -> str:
+    """Over several processes stages of their own programs cannot hand arrays to each other, one program's can."""
+    devices = jax.devices() if options.devices is None else options.devices
+    several = len({d.process_index for d in devices}) > 1
+    return "program" if several and options.executor == "auto" else options.executor
 
 
 def parallelize(
@@ -282,6 +291,7 @@ def parallelize(
     num_stages: int | Literal["auto"] = "auto",
     num_microbatches: int | Literal["auto"] = "auto",
     schedule: str = "auto",
+    executor: str = "auto",
     strategy: Strategy | str | None = None,
     pin: Pinning | None = None,
     top_k: int = 1,
@@ -310,6 +320,8 @@ def parallelize(
         num_stages: pipeline stages, or "auto".
         num_microbatches: micro-batches per step, or "auto".
         schedule: "gpipe", "one_f_one_b" or "auto".
+        executor: of several stages: "stages", a program for each; "program", one for all, whose stages hold equal
+            layers; or "auto", the faster one.
         strategy: pins every layer where legal, for example "data=2,tensor=2"; the nearest legal one elsewhere.
         pin: fixes strategy or stage of layers by name, for example {"block_*": "tensor=2", "embed": 0}.
         top_k: how many plans to find; the others are `plan.certificate.alternatives`.
@@ -344,6 +356,7 @@ def parallelize(
         num_stages=num_stages,
         num_microbatches=num_microbatches,
         schedule=schedule,
+        executor=executor,
         strategy=parse_strategy(strategy) if isinstance(strategy, str) else strategy,
         pin=pin,
         top_k=top_k,

@@ -135,6 +135,12 @@ def _pinning() -> _Parser:
     )
     group.add_argument("--schedule", type=_schedule, default="auto", metavar="gpipe|1f1b", help="pipeline schedule")
     group.add_argument(
+        "--executor",
+        choices=("auto", "stages", "program"),
+        default="auto",
+        help="of several stages: a program for each, one program for all equal stages, or the faster (default)",
+    )
+    group.add_argument(
         "--strategy",
         type=_strategy,
         metavar="data=2,tensor=2",
@@ -219,7 +225,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         parser.exit(0)
     if "verb" not in options:
         parser.error("name a verb: doctor, trace, profile, plan, explain, check, solve, run or demo")
-    pins = ("stages", "microbatches", "schedule", "strategy", "pin")
+    pins = ("stages", "microbatches", "schedule", "executor", "strategy", "pin")
     pinned = [f"--{name}" for name in pins if getattr(options, name, None) not in (None, "auto")]
     if pinned and getattr(options, "plan", None):
         parser.error(f"--plan and {pinned[0]} both say what the plan is; give one")

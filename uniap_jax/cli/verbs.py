@@ -267,6 +267,7 @@ def _pins(options: Namespace) -> dict[str, Any]:
         "num_stages": options.stages,
         "num_microbatches": options.microbatches,
         "schedule": options.schedule,
+        "executor": options.executor,
         "strategy": parse_strategy(options.strategy) if options.strategy else None,
         "pin": _layer_pins(options.pin or ()),
         "solver": options.solver,

@@ -7,13 +7,16 @@ The cost model fills one `CostTables` per candidate, every engine of the planner
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from uniap_jax.core.plan import SCHEDULES
 from uniap_jax.core.strategy import Strategy
+
+if TYPE_CHECKING:  # that module imports this one
+    from uniap_jax.core.equal_costs import EqualTables
 
 FloatArray = NDArray[np.float64]
 BoolArray = NDArray[np.bool_]
@@ -321,6 +324,14 @@ class CostModel(Protocol):
 
     def tables(self, candidate: Candidate) -> CostTables:
         """The tables of one candidate, built when asked for."""
+        ...
+
+    def equal_candidates(self) -> tuple[Candidate, ...]:
+        """Candidates of one program for all stages; () where the model has no equal stages."""
+        ...
+
+    def equal_tables(self, candidate: Candidate) -> EqualTables:
+        """The tables of one of them; raises StrategyError where the stages do not divide a run of equal layers."""
         ...
 
     def stage_devices(self, num_stages: int) -> tuple[tuple[int, ...], ...]:

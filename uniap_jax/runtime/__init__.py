@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from uniap_jax.core.errors import PlanMismatchError
+from uniap_jax.core.errors import ExecutionError, PlanMismatchError
 from uniap_jax.core.graph import LayerGraph
 from uniap_jax.core.plan import Plan
 from uniap_jax.runtime.executable import Homes, ParallelStep
@@ -35,6 +35,7 @@ def compile(
     Raises:
         PlanMismatchError: the plan is for another model, batch or number of devices.
         StrategyError: a strategy is illegal for its layer, or the stages of one program are not equal.
+        ExecutionError: stages with a program each on devices of several processes.
         TraceError: the batch must not be split into the plan's micro-batches.
     """
     available = list(jax.devices() if devices is None else devices)
@@ -42,6 +43,16 @@ def compile(
     donated = sorted(leaf for leaf in graph.step.output_leaf if leaf is not None) if donate else []
     if plan.executor == "program" and plan.num_stages > 1:
         return _one_program(graph, plan, available, donated)
+    used = [available[d] for stage in plan.stage_devices for d in stage]
+    processes = len({d.process_index for d in used})
+    if plan.num_stages > 1 and processes > 1:
+        raise ExecutionError(
+            f"the plan has {plan.num_stages} stages with a program each, over devices of {processes} processes; such "
+            "stages hand arrays to each other inside one process only. Plan with executor='program' (equal stages) or "
+            "num_stages=1",
+            num_stages=plan.num_stages,
+            processes=processes,
+        )
     layout = lay_out(graph, plan, available)
     single = plan.num_stages == 1
     homes = Homes(

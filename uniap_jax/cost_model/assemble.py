@@ -18,7 +18,7 @@ from uniap_jax.core.machine import Cluster
 from uniap_jax.core.plan import SCHEDULES
 from uniap_jax.core.profile import Key, LayerCost, Links, Profile, Rates
 from uniap_jax.core.sharding import LayerSharding, axis_sizes, layer_sharding, shard_bytes
-from uniap_jax.core.strategy import Strategy, enumerate_strategies, used_degrees
+from uniap_jax.core.strategy import Strategy, enumerate_strategies
 from uniap_jax.cost_model.equal_stages import EqualModel
 from uniap_jax.cost_model.pipeline import busy_factor, flights, working_share
 from uniap_jax.cost_model.reshard import bundles, reshard_seconds, transfer_seconds

@@ -12,13 +12,15 @@ from numpy.typing import NDArray
 from uniap_jax.core.costs import Candidate, CostTables
 from uniap_jax.core.described import Describer, batch_bytes, cut_batch, divisors, param_bytes
 from uniap_jax.core.equal_costs import EqualTables
+from uniap_jax.core.equal_costs import EqualTables
 from uniap_jax.core.errors import StrategyError
 from uniap_jax.core.graph import Layer, LayerGraph
 from uniap_jax.core.machine import Cluster
 from uniap_jax.core.plan import SCHEDULES
 from uniap_jax.core.profile import Key, LayerCost, Links, Profile, Rates
 from uniap_jax.core.sharding import LayerSharding, axis_sizes, layer_sharding, shard_bytes
-from uniap_jax.core.strategy import Strategy, enumerate_strategies
+from uniap_jax.core.strategy import Strategy, enumerate_strategies, used_degrees
+from uniap_jax.cost_model.equal_stages import EqualModel
 from uniap_jax.cost_model.equal_stages import EqualModel
 from uniap_jax.cost_model.pipeline import busy_factor, flights, working_share
 from uniap_jax.cost_model.reshard import bundles, reshard_seconds, transfer_seconds
@@ -75,6 +77,7 @@ class TableModel:
         self._costs: dict[tuple[str, Strategy, int, bool], LayerCost] = {}
         self._shares: dict[tuple[str, Strategy], Shares] = {}
         self._wanted: Strategy | None = None
+        self._equal = EqualModel(self)
 
     # ---- what the planner asks -----------------------------------------------------------------------------------
         self._equal = EqualModel(self)
@@ -156,6 +159,7 @@ class TableModel:
         """The same model, whose tables also list strategies of this one's ZeRO stage and of what it keeps."""
         wider = copy.copy(self)
         wider._wanted = strategy
+        wider._equal = EqualModel(wider)
         return wider
 
     def reason(self, layer: int, strategy: Strategy, *, num_microbatches: int = 1) -> str:
@@ -216,6 +220,14 @@ class TableModel:
             edge_tensor=tensor,
             layer_names=self.layer_names,
         )
+
+    def equal_candidates(self) -> tuple[Candidate, ...]:
+        """Every P that divides the devices and a run of equal layers, every c that divides the batch."""
+        return self._equal.candidates(self._describer.splits)
+
+    def equal_tables(self, candidate: Candidate) -> EqualTables:
+        """The tables of one candidate under one program for all stages."""
+        return self._equal.tables(candidate)
 
     def _alike(self, stages: int) -> list[list[int]]:
         """Layers whose rows of the tables are equal: same kind, same bytes of state, same shared parameters."""

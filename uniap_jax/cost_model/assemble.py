@@ -12,15 +12,13 @@ from numpy.typing import NDArray
 from uniap_jax.core.costs import Candidate, CostTables
 from uniap_jax.core.described import Describer, batch_bytes, cut_batch, divisors, param_bytes
 from uniap_jax.core.equal_costs import EqualTables
-from uniap_jax.core.equal_costs import EqualTables
 from uniap_jax.core.errors import StrategyError
 from uniap_jax.core.graph import Layer, LayerGraph
 from uniap_jax.core.machine import Cluster
 from uniap_jax.core.plan import SCHEDULES
 from uniap_jax.core.profile import Key, LayerCost, Links, Profile, Rates
 from uniap_jax.core.sharding import LayerSharding, axis_sizes, layer_sharding, shard_bytes
-from uniap_jax.core.strategy import Strategy, enumerate_strategies, used_degrees
-from uniap_jax.cost_model.equal_stages import EqualModel
+from uniap_jax.core.strategy import Strategy, enumerate_strategies
 from uniap_jax.cost_model.equal_stages import EqualModel
 from uniap_jax.cost_model.pipeline import busy_factor, flights, working_share
 from uniap_jax.cost_model.reshard import bundles, reshard_seconds, transfer_seconds
@@ -80,7 +78,6 @@ class TableModel:
         self._equal = EqualModel(self)
 
     # ---- what the planner asks -----------------------------------------------------------------------------------
-        self._equal = EqualModel(self)
 
     @property
     def num_devices(self) -> int:
@@ -169,7 +166,6 @@ class TableModel:
     def layer_cost(self, layer: int, strategy: Strategy, *, num_microbatches: int = 1) -> LayerCost:
         """What one micro-batch of a layer costs, and where the number comes from."""
         samples = self.batch_size // num_microbatches
-        wider._equal = EqualModel(wider)
         fused = strategy.num_devices == self.num_devices
         return self._cost(self.graph.layers[layer], strategy, samples, fused)
 
@@ -238,14 +234,6 @@ class TableModel:
                 layer.index == 0,
                 tuple((self._state.param[p], self._state.work[p], self._state.optimizer[p]) for p in layer.params),
                 tuple(self._counts_here(layer.index, p, stages) for p in layer.params),
-    def equal_candidates(self) -> tuple[Candidate, ...]:
-        """Every P that divides the devices and a run of equal layers, every c that divides the batch."""
-        return self._equal.candidates(self._describer.splits)
-
-    def equal_tables(self, candidate: Candidate) -> EqualTables:
-        """The tables of one candidate under one program for all stages."""
-        return self._equal.tables(candidate)
-
             )
             groups.setdefault(key, []).append(layer.index)
         return list(groups.values())

@@ -28,7 +28,7 @@ from dims_blocks import (
 )
 from dims_support import collectives, compile_sharded, make_layer, mesh_4x2
 from uniap_jax.core.dims import tensor_split
-from uniap_jax.core.rewrite import tensor_rewrite
+from uniap_jax.core.rewrite import Ways, tensor_rewrite
 
 LOCAL = (ACTIVATION[0] // 4, *ACTIVATION[1:])
 REWRITTEN = ["gpt", "gqa", "gqa_grouped", "rope", "fused_kv", "relative_bias", "swiglu"]
@@ -64,7 +64,7 @@ def _pinned(x, tensor, data, mesh):
 
 
 def rewrite(layer):
-    return tensor_rewrite(layer, 2, mesh_4x2(), ("tensor",))
+    return tensor_rewrite(layer, tensor_split(layer, 2), Ways(mesh=mesh_4x2(), axes=("tensor",), degree=2))
 
 
 def close(got, want):
@@ -119,7 +119,7 @@ def test_nothing_to_merge_leaves_the_jaxpr_itself(name):
 
 def test_an_illegal_or_whole_layer_is_left_alone():
     layer = BLOCKS["gqa"].layer()
-    assert tensor_rewrite(layer, 1, mesh_4x2(), ()) is layer.jaxpr
+    assert tensor_rewrite(layer, tensor_split(layer, 1), Ways(mesh=mesh_4x2(), axes=(), degree=1)) is layer.jaxpr
     norm_only = make_layer(lambda g, x: g * x, [np.ones(E, np.float32)], reads=[np.ones((B, S, E), np.float32)])
     assert rewrite(norm_only) is norm_only.jaxpr
 

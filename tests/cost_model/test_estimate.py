@@ -103,13 +103,14 @@ def test_stages_on_shared_cores_wait_for_nobody_while_others_idle():
 def test_resharding_is_free_between_equal_batch_ways_and_gathers_otherwise(graph, model):
     bundle = bundles(graph)[0]
     links = model._links
-    ways = [8, 4, 1]
+    ways = [(8, 1), (4, 1), (1, 1), (4, 2)]
     table = reshard_seconds(bundle, ways, 8, links, 1.0)
-    assert np.diagonal(table).tolist() == [0.0, 0.0, 0.0]
+    assert np.diagonal(table).tolist() == [0.0] * 4
     nbytes = cost_support.BATCH * cost_support.WIDTH * 4
     assert table[0, 1] == pytest.approx(links.time_s("all_gather", nbytes / 4, 2, 1))
     assert table[1, 0] == table[0, 1]  # the gradient takes the same way back
     assert table[0, 2] == pytest.approx(links.time_s("all_gather", nbytes, 8, 1))
+    assert table[1, 3] == pytest.approx(links.time_s("all_gather", nbytes / 4, 2, 1))  # the sequence is split too
 
 
 def test_a_value_with_many_readers_is_one_tensor():

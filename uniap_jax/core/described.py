@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from uniap_jax.core import dims
+from uniap_jax.core.dim_edges import expert_split
 from uniap_jax.core.errors import TraceError
 from uniap_jax.core.graph import Layer, LayerGraph, Value
 from uniap_jax.core.machine import Cluster
-from uniap_jax.core.profile import LayerCost, Links
-from uniap_jax.core.sharding import axis_sizes, layer_sharding, shard_bytes
+from uniap_jax.core.profile import LayerCost, Links, overlapped
+from uniap_jax.core.sharding import axis_sizes, layer_sharding, layer_splits, shard_bytes
 from uniap_jax.core.strategy import Strategy
 from uniap_jax.core.work import Pass, Work, measure_work
 
@@ -55,6 +55,7 @@ class ParamBytes:
         stored: between steps.
         grads: accumulated gradients.
         full_grads: gradients before they are scattered.
+        shared_grads: of `full_grads`, those that expert ways do not split.
         count: number of parameters.
     """
 
@@ -62,6 +63,7 @@ class ParamBytes:
     stored: float
     grads: float
     full_grads: float
+    shared_grads: float
     count: int
 
 
@@ -88,9 +90,16 @@ def param_bytes(graph: LayerGraph, layer: Layer, strategy: Strategy) -> ParamByt
     def total(specs: Any) -> float:
         return float(sum(shard_bytes(v, s, sizes) for v, s in zip(values, specs, strict=True)))
 
+    experts = expert_split(layer, strategy.expert).params
     used = total(where.params)
+    own = sum(shard_bytes(v, s, sizes) for v, s, d in zip(values, where.params, experts, strict=True) if d is not None)
     return ParamBytes(
-        used=used, stored=total(where.stored), grads=total(where.grads), full_grads=used, count=len(values)
+        used=used,
+        stored=total(where.stored),
+        grads=total(where.grads),
+        full_grads=used,
+        shared_grads=used - own,
+        count=len(values),
     )
 
 
@@ -126,15 +135,17 @@ class Describer:
         strategy = self._as_compiled(strategy, fused)
         weights = param_bytes(self.graph, layer, strategy)
         full, small = self._counts(layer, strategy)
-        local = samples / strategy.batch_ways
+        local = _local(samples, strategy)
         forward = self._pass(full.forward, small.forward if small else None, local)
         backward = self._pass(full.backward, small.backward if small else None, local)
-        gather = self._gather_s(strategy, weights)
-        again = strategy.keep != "all" or not fused
+        gather, slowdown = self._gather_s(strategy, weights), self.cluster.overlap_slowdown
+        again = gather if strategy.keep != "all" or not fused else 0.0
+        ahead, behind = self._seconds(forward, strategy), self._seconds(backward, strategy)
+        backward_s = overlapped(behind, again, slowdown)
         return LayerCost(
-            forward_s=self._seconds(forward, strategy) + gather,
-            backward_s=self._seconds(backward, strategy) + (gather if again else 0.0),
-            sync_s=self.sync_s(strategy, weights),
+            forward_s=overlapped(ahead, gather, slowdown),
+            backward_s=backward_s,
+            sync_s=overlapped(backward_s, self.sync_s(strategy, weights), slowdown) - backward_s,
             kept_bytes=self._kept(layer, strategy, local, fused) + self._kept_weights(strategy, weights, fused),
             transient_bytes=max(forward.transient_bytes(strategy.tensor), backward.transient_bytes(strategy.tensor))
             + self._working_weights(strategy, weights, fused),
@@ -146,13 +157,17 @@ class Describer:
         return replace(strategy, keep="all") if dropped else strategy
 
     def _counts(self, layer: Layer, strategy: Strategy) -> tuple[Work, Work | None]:
-        split = dims.tensor_split(layer, strategy.tensor)  # the degree itself changes no count, only what is split
-        key = (layer.signature or str(layer.index), strategy.keep, strategy.tensor > 1, split.params, split.views)
+        splits = layer_splits(self.graph, layer, strategy)
+        chosen = splits.tensor  # the degree itself changes no count, only what is split
+        which = (chosen.params, chosen.views, splits.sequence, splits.expert, splits.along_tensor)
+        key = (layer.signature or str(layer.index), strategy.keep, strategy.tensor > 1, which)
         if key not in self._work:
-            full = measure_work(layer, keep=strategy.keep, tensor=strategy.tensor)
+            full = measure_work(layer, keep=strategy.keep, tensor=strategy.tensor, splits=splits)
             small = None
             if self._small is not None:
-                small = measure_work(self._small.layers[layer.index], keep=strategy.keep, tensor=strategy.tensor)
+                other = self._small.layers[layer.index]
+                again = layer_splits(self._small, other, strategy)
+                small = measure_work(other, keep=strategy.keep, tensor=strategy.tensor, splits=again)
             self._work[key] = full, small
         return self._work[key]
 
@@ -178,7 +193,7 @@ class Describer:
             dtypes=full.dtypes,
             live=mixed("live"),
             live_split=mixed("live_split"),
-            reduced=tuple(float(x) for x in mixed("reduced")),
+            **{name: tuple(float(x) for x in mixed(name)) for name in ("reduced", "met", "exchanged")},
         )
 
     def parts(self, layer: Layer, strategy: Strategy, *, samples: int, fused: bool) -> Parts:
@@ -190,7 +205,7 @@ class Describer:
         strategy = self._as_compiled(strategy, fused)
         weights = param_bytes(self.graph, layer, strategy)
         full, small = self._counts(layer, strategy)
-        local = samples / strategy.batch_ways
+        local = _local(samples, strategy)
         passes = [
             self._pass(getattr(full, way), getattr(small, way) if small else None, local)
             for way in ("forward", "backward")
@@ -221,7 +236,16 @@ class Describer:
         )
 
     def _reduce_s(self, work: Pass, strategy: Strategy) -> float:
-        return sum(self.links.time_s("all_reduce", b, strategy.tensor, 1) for b in work.reduced)
+        """Partial sums of tensor ways, keys and values that context ways gather, tokens sent to experts and back."""
+        tensor, links = strategy.tensor, self.links
+        kinds = ("all_reduce",)
+        if strategy.sequence:  # XLA's CPU backend reduces, then slices
+            kinds = ("all_reduce" if self.cluster.platform == "cpu" else "reduce_scatter", "all_gather")
+        total = sum(links.time_s(kind, b, tensor, 1) for b in work.reduced for kind in kinds)
+        if strategy.context > 1:
+            total += sum(links.time_s("all_gather", b * strategy.context, strategy.context, tensor) for b in work.met)
+        stride = strategy.context * tensor
+        return total + sum(links.time_s("all_to_all", b, strategy.expert, stride) for b in work.exchanged)
 
     def _seconds(self, work: Pass, strategy: Strategy) -> float:
         cluster, ways = self.cluster, np.where(work.split, strategy.tensor, 1)
@@ -233,28 +257,39 @@ class Describer:
     def _gather_s(self, strategy: Strategy, weights: ParamBytes) -> float:
         if strategy.fsdp == 1 or strategy.zero < 3:
             return 0.0
-        fit = self.links.fit("all_gather", strategy.fsdp, strategy.tensor)
-        return weights.count * fit.alpha_s + fit.beta_s_per_byte * weights.used
+        stride = strategy.expert * strategy.context * strategy.tensor
+        return self._sum_s("all_gather", weights.count, weights.used, strategy.fsdp, stride)
 
     def sync_s(self, strategy: Strategy, weights: ParamBytes) -> float:
-        """Gradients summed over the batch axes, once: scattered over fsdp where they are split, then all_reduced."""
-        if strategy.batch_ways == 1 or not weights.count:
+        """Gradients summed over the batch and context axes, once: scattered over fsdp where split, then all_reduced.
+
+        Those of experts stay with them.
+        """
+        if strategy.batch_ways * strategy.context == 1 or not weights.count:
             return 0.0
-        total, rest = 0.0, weights.full_grads
-        data, stride = strategy.data, strategy.fsdp * strategy.tensor
+        total, rest, inner = 0.0, weights.full_grads, strategy.expert * strategy.context * strategy.tensor
+        data, stride = strategy.data * strategy.context, strategy.tensor * strategy.expert
+        stride *= 1 if strategy.context > 1 else strategy.fsdp
         if strategy.fsdp > 1:
             scatters = strategy.zero >= 2 and self.cluster.platform != "cpu"  # XLA's CPU backend reduces, then slices
-            if scatters or strategy.zero >= 2:
+            if strategy.zero >= 2:
                 kind = "reduce_scatter" if scatters else "all_reduce"
-                fit = self.links.fit(kind, strategy.fsdp, strategy.tensor)
-                total += weights.count * fit.alpha_s + fit.beta_s_per_byte * rest
+                total += self._sum_s(kind, weights.count, rest, strategy.fsdp, inner)
                 rest = weights.grads
             else:
-                data, stride = data * strategy.fsdp, strategy.tensor
+                data, stride = data * strategy.fsdp, strategy.tensor * strategy.expert
         if data > 1:
-            fit = self.links.fit("all_reduce", data, stride)
-            total += weights.count * fit.alpha_s + fit.beta_s_per_byte * rest
+            total += self._sum_s("all_reduce", weights.count, rest, data, stride)
+        if strategy.expert > 1 and weights.shared_grads:
+            shared = rest * weights.shared_grads / weights.full_grads
+            stride = strategy.context * strategy.tensor
+            total += self._sum_s("all_reduce", weights.count, shared, strategy.expert, stride)
         return total
+
+    def _sum_s(self, kind: str, count: int, nbytes: float, size: int, stride: int) -> float:
+        """One collective for each of `count` arrays of `nbytes` in all."""
+        fit = self.links.fit(kind, size, stride)
+        return count * fit.alpha_s + fit.beta_s_per_byte * nbytes
 
     def _kept(self, layer: Layer, strategy: Strategy, local: float, fused: bool) -> float:
         full, small = self._counts(layer, strategy)
@@ -277,6 +312,11 @@ class Describer:
         return gathered + (weights.full_grads if strategy.zero >= 2 else 0.0)
 
 
+def _local(samples: int, strategy: Strategy) -> float:
+    """Samples' worth of activations on a device: context ways share each sample's positions."""
+    return samples / (strategy.batch_ways * strategy.context)
+
+
 def batch_bytes(values: tuple[Value, ...], ways: int) -> float:
     """Bytes of values on one device, those with a batch dimension split `ways` ways."""
     return float(sum(v.nbytes / (ways if v.batch_dim is not None else 1) for v in values))
@@ -295,6 +335,10 @@ def _splits(graph: LayerGraph) -> tuple[tuple[int, ...], LayerGraph | None, tupl
         small = graph.microbatch(pieces if pieces > 1 else whole[-1])
     except TraceError as error:
         return (1,), None, (f"The batch is not split into micro-batches: {error}.",)
+    try:
+        graph.microbatch(whole[-1])
+    except TraceError as error:
+        return whole[:-1], small, (f"Micro-batches of one example are left out: {error}.",)
     return whole, small, ()
 
 

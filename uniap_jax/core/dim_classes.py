@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -18,6 +18,7 @@ PIECES = "cut into equal pieces"
 CROSSES = "whole where it crosses to another layer"
 MINOR = "the faster part of a joined dimension"
 SUMMED_BETWEEN = "summed between two activations"
+TWICE = "there twice in one value"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +61,8 @@ class DimClass:
         contracted: whether it is summed over on the way, so that the result leaves the layer whole.
         lookup: whether it is only ever the dimension a table is looked up along.
         conflicts: indices of classes that share a value with it; only one of the two can be sharded.
+        weighted: whether it is summed over with a weight, as features are and positions are not.
+        stacked: whether it is a batch dimension of products with weights, as experts stacked in one array are.
         blocks: why it cannot be sharded at all; empty where it can.
     """
 
@@ -72,6 +75,8 @@ class DimClass:
     contracted: bool
     lookup: bool
     conflicts: frozenset[int]
+    weighted: bool
+    stacked: bool
     blocks: tuple[Block, ...]
 
 
@@ -84,6 +89,8 @@ class ClassBuilder:
         self._blocks: dict[Node, list[Block]] = defaultdict(list)
         self._contracted: set[Node] = set()
         self._looked_up: set[Node] = set()
+        self._weighted: set[Node] = set()
+        self._stacked: set[Node] = set()
         self._flops: dict[Node, float] = defaultdict(float)
         self._joint: list[tuple[Node, ...]] = []
         self._chains: list[tuple[Node, tuple[tuple[int, Node | None], ...], str]] = []
@@ -131,6 +138,16 @@ class ClassBuilder:
         if node is not None:
             self._contracted.add(node)
 
+    def weigh(self, node: Node | None) -> None:
+        """Says that a dimension is summed over with a weight."""
+        if node is not None:
+            self._weighted.add(node)
+
+    def stack(self, node: Node | None) -> None:
+        """Says that weights are stacked along a dimension, each for its own part of an activation."""
+        if node is not None:
+            self._stacked.add(node)
+
     def look_up(self, node: Node | None) -> None:
         """Says that a dimension is indexed by data."""
         if node is not None:
@@ -174,6 +191,16 @@ class ClassBuilder:
         """Every class with what forbids to shard it; in order of first appearance."""
         return _Resolver(self).resolve()
 
+    def numbers(self, arrays: Iterable[Dims | None]) -> list[Dims]:
+        """For each array the index of the class that each dimension is in; () for constants."""
+        order = self._order()
+        return [tuple(None if n is None else order[self.root(n)] for n in dims or ()) for dims in arrays]
+
+    def _order(self) -> dict[Node, int]:
+        """Classes by their root, in order of first appearance."""
+        roots = dict.fromkeys(self.root(node) for node in range(len(self._parent)))
+        return {r: i for i, r in enumerate(roots)}
+
 
 class _Resolver:
     """Turns the facts about dimensions into facts about classes."""
@@ -201,6 +228,7 @@ class _Resolver:
         order = {r: i for i, r in enumerate(members)}
         contracted = {root(n) for n in b._contracted}
         looked_up = {root(n) for n in b._looked_up}
+        weighted, stacked = {root(n) for n in b._weighted}, {root(n) for n in b._stacked}
         flops = self._flops()
         return tuple(
             DimClass(
@@ -217,6 +245,8 @@ class _Resolver:
                 contracted=r in contracted or r in looked_up,
                 lookup=r in looked_up and not flops[r],
                 conflicts=frozenset(order[c] for w in {r, *(w for w, _ in self._views[r])} for c in conflicts[w]),
+                weighted=r in weighted,
+                stacked=r in stacked,
                 blocks=tuple(self._blocks[r]),
             )
             for i, (r, nodes) in enumerate(members.items())
@@ -253,7 +283,7 @@ class _Resolver:
             for r in set(roots):
                 found[r].update(set(roots) - {r})
                 if roots.count(r) > 1:
-                    self._add(r, "there twice in one value")
+                    self._add(r, TWICE)
         return found
 
     def _joints(self) -> None:

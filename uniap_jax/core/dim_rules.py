@@ -20,6 +20,7 @@ def dot_general(use: Use) -> list[Dims]:
     out = (*batch, *(lhs[i] for i in lfree), *(rhs[i] for i in rfree))
     for node in summed:
         c.contract(node)
+    _meets_weight(use, summed, batch)
     sizes = math.prod(use.shape(0)[i] for i in lc)
     c.work({n for n in (*out, *summed) if n is not None}, 2.0 * sizes * math.prod(use.out_shape()))
     order = sorted(range(len(lc)), key=lambda i: rc[i] if use.kinds[1] == PARAM else lc[i])
@@ -31,6 +32,15 @@ def dot_general(use: Use) -> list[Dims]:
     if len(summed) == 1 and use.kinds == (LIVE, LIVE) and lb and lfree and rfree:
         use.stop(summed[0], SUMMED_BETWEEN)
     return [out]
+
+
+def _meets_weight(use: Use, summed: list[Node | None], batch: list[Node | None]) -> None:
+    """Notes what a product of an activation with a weight sums over, and along what weights are stacked."""
+    if (use.kinds[0] == PARAM) != (use.kinds[1] == PARAM):
+        for node in summed:
+            use.classes.weigh(node)
+        for node in batch:
+            use.classes.stack(node)
 
 
 def ragged_dot(use: Use) -> list[Dims]:
@@ -47,6 +57,7 @@ def ragged_dot(use: Use) -> list[Dims]:
     summed = [c.unite(lhs[i], rhs[j]) for i, j in zip(lc, rc, strict=True)]
     for node in summed:
         c.contract(node)
+    _meets_weight(use, summed, batch)
     skipped = (*rc, *rb, *p.rhs_group_dimensions)
     out = (
         *batch,
@@ -70,6 +81,7 @@ def convolution(use: Use) -> list[Dims]:
     out[out_spec[0]], out[out_spec[1]] = lhs[lhs_spec[0]], rhs[rhs_spec[0]]
     if groups == 1:
         c.contract(c.unite(lhs[lhs_spec[1]], rhs[rhs_spec[1]]))
+        c.weigh(lhs[lhs_spec[1]])
     else:
         grouped = c.unite(lhs[lhs_spec[1]], rhs[rhs_spec[0]])
         c.unite(grouped, c.new(groups))

@@ -23,10 +23,16 @@ class Walked:
     Attributes:
         classes: dimension classes of its arrays.
         notes: one sentence for each primitive without a rule.
+        ins: for each input the class of each dimension; None for dimensions of size 1 and for operands.
+        outs: for each output the class of each dimension.
+        values: the same for every activation on the way.
     """
 
     classes: tuple[DimClass, ...]
     notes: tuple[str, ...]
+    ins: tuple[Dims, ...]
+    outs: tuple[Dims, ...]
+    values: tuple[Dims, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,19 +49,35 @@ def walk(jaxpr: ClosedJaxpr, num_params: int, num_operands: int) -> Walked:
     Values of rank 0 and 1 that a layer writes (losses, running statistics) are small enough to be whole at its edge;
     all dimensions of other values that it reads or writes are marked as crossing.
     """
-    builder, held = ClassBuilder(), []
+    builder = ClassBuilder()
+    held = enter(builder, jaxpr, num_params, num_operands)
+    walker = Walker(builder)
+    outs = walker.body(jaxpr, held)
+    for out in outs:
+        if out.dims is not None and len(out.dims) > 1:
+            builder.boundary(out.dims)
+    live = dict.fromkeys(h.dims for found in walker.seen.values() for h in found if h.kind == LIVE and h.dims)
+    classes = builder.classes()
+    return Walked(
+        classes=classes,
+        notes=tuple(builder.notes.values()),
+        ins=tuple(builder.numbers([h.dims for h in held])),
+        outs=tuple(builder.numbers([h.dims for h in outs])),
+        values=tuple(dict.fromkeys(builder.numbers(live))),
+    )
+
+
+def enter(builder: ClassBuilder, jaxpr: ClosedJaxpr, num_params: int, num_operands: int) -> list[Held]:
+    """The inputs of `jaxpr(*params, *operands, *reads)`, those but operands with dimensions of their own."""
+    held = []
     for i, var in enumerate(jaxpr.jaxpr.invars):
-        shape = shape_of(var)
         if num_params <= i < num_params + num_operands:
             held.append(Held(kind=CONST, dims=None))
             continue
-        dims = builder.fresh(shape)
+        dims = builder.fresh(shape_of(var))
         (builder.param if i < num_params else builder.boundary)(dims)
         held.append(Held(kind=PARAM if i < num_params else LIVE, dims=dims))
-    for out in _Walker(builder).body(jaxpr, held):
-        if out.dims is not None and len(out.dims) > 1:
-            builder.boundary(out.dims)
-    return Walked(classes=builder.classes(), notes=tuple(builder.notes.values()))
+    return held
 
 
 def inner_jaxpr(eqn: JaxprEqn) -> Jaxpr | None:
@@ -69,14 +91,24 @@ def inner_jaxpr(eqn: JaxprEqn) -> Jaxpr | None:
     return None
 
 
-class _Walker:
-    """Gives every value of a jaxpr its dimensions; an environment per call, since cached bodies repeat variables."""
+class Walker:
+    """Gives every value of a jaxpr its dimensions; an environment per call, since cached bodies repeat variables.
+
+    Args:
+        builder: collects what is found.
+
+    Attributes:
+        seen: results of every equation, by the positions of the equations that lead to it from the outermost body.
+    """
 
     def __init__(self, builder: ClassBuilder) -> None:
         self._b = builder
         self._source = ""
+        self._path: tuple[int, ...] = ()
+        self.seen: dict[tuple[int, ...], list[Held]] = {}
 
     def body(self, jaxpr: Jaxpr | ClosedJaxpr, inputs: list[Held]) -> list[Held]:
+        """Outputs of a jaxpr on these inputs."""
         opened = open_jaxpr(jaxpr)
         env: dict[Var, Held] = {v: Held(kind=CONST, dims=None) for v in opened.constvars}
         env.update(zip(opened.invars, inputs, strict=True))
@@ -84,11 +116,12 @@ class _Walker:
         def read(atom: Any) -> Held:
             return Held(kind=CONST, dims=None) if isinstance(atom, Literal) else env[atom]
 
-        caller = self._source
-        for eqn in opened.eqns:
-            self._source = source_line(eqn) or caller
-            env.update(zip(eqn.outvars, self._equation(eqn, [read(v) for v in eqn.invars]), strict=True))
-        self._source = caller
+        caller, path = self._source, self._path
+        for i, eqn in enumerate(opened.eqns):
+            self._source, self._path = source_line(eqn) or caller, (*path, i)
+            outs = self.seen[self._path] = self._equation(eqn, [read(v) for v in eqn.invars])
+            env.update(zip(eqn.outvars, outs, strict=True))
+        self._source, self._path = caller, path
         return [read(v) for v in opened.outvars]
 
     def _equation(self, eqn: JaxprEqn, ins: list[Held]) -> list[Held]:

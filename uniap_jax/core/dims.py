@@ -46,14 +46,20 @@ class TensorSplit:
     notes: tuple[str, ...] = field(default=())
 
 
-def tensor_split(layer: Layer, degree: int) -> TensorSplit:
-    """Chooses the classes of a layer that are sharded `degree` ways; degree 1 shards nothing and is always legal."""
+def tensor_split(layer: Layer, degree: int, *, apart: frozenset[int] = frozenset()) -> TensorSplit:
+    """Chooses the classes of a layer that are sharded `degree` ways; degree 1 shards nothing and is always legal.
+
+    Args:
+        layer: to split.
+        degree: ways.
+        apart: classes that other ways split.
+    """
     if degree == 1:
         return TensorSplit(params=(None,) * len(layer.params))
     walked = layer_classes(layer)
-    open_ = _open_classes(walked.classes, layer)
+    open_ = [c for c in _open_classes(walked.classes, layer) if c.index not in apart]
     fitting = _worthwhile([c for c in open_ if c.size % degree == 0])
-    chosen = _heaviest(fitting, layer)
+    chosen = heaviest(fitting, layer)
     notes = (*walked.notes, *_notes(walked.classes, open_, chosen, degree))
     params: list[int | None] = [None] * len(layer.params)
     for c in chosen:
@@ -116,7 +122,7 @@ def _worthwhile(classes: list[DimClass]) -> list[DimClass]:
     return [c for c in classes if c.lookup or c.flops >= _LIGHTEST * most]
 
 
-def _heaviest(classes: list[DimClass], layer: Layer) -> tuple[DimClass, ...]:
+def heaviest(classes: list[DimClass], layer: Layer) -> tuple[DimClass, ...]:
     """The conflict-free set of classes that shrinks the most work, parameters deciding between equals."""
     sizes = _sizes(layer)
     weight = {c.index: c.flops + _elements(c, sizes) for c in classes}

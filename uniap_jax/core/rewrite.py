@@ -20,7 +20,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from uniap_jax.core.dim_classes import View
 from uniap_jax.core.dim_shape_rules import shape_of
-from uniap_jax.core.dims import TensorSplit, tensor_split
+from uniap_jax.core.dims import TensorSplit
 from uniap_jax.core.graph import Layer
 from uniap_jax.core.jax_compat import ClosedJaxpr, JaxprEqn, Literal, Var, build_jaxpr
 from uniap_jax.core.jaxprs import flatten, open_jaxpr
@@ -44,15 +44,13 @@ class Ways:
         return laid
 
 
-def tensor_rewrite(layer: Layer, degree: int, mesh: Mesh | AbstractMesh, axes: tuple[str, ...]) -> ClosedJaxpr:
-    """The layer's jaxpr with projections merged for `tensor=degree` over `axes` of `mesh`.
+def tensor_rewrite(layer: Layer, split: TensorSplit, ways: Ways) -> ClosedJaxpr:
+    """The layer's jaxpr with projections merged for the ways over which its classes are sharded.
 
     Takes and returns what `layer.jaxpr` does. Where there is nothing to merge it is `layer.jaxpr` itself.
     """
-    split = tensor_split(layer, degree)
     if split.reason or not split.chosen:
         return layer.jaxpr
-    ways = Ways(mesh=mesh, axes=axes, degree=degree)
     evaluator = _Evaluator(ways)
 
     def run(*args: jax.Array) -> list[jax.Array]:

@@ -1,8 +1,8 @@
 """What a strategy does to a layer's arrays. The profiler measures it, the cost model prices it, the runtime runs it.
 
 A stage's sub-mesh has axes of prime size, `x0`, `x1`, ..., largest factor first. The data ways of a layer take a
-prefix of the axes, its tensor ways a suffix, its fsdp ways what lies between; so the batch is split over a prefix in
-every layer, and two neighbours with different strategies never swap axes.
+prefix of the axes, then come its fsdp, expert, context and tensor ways; so the batch is split over a prefix in every
+layer, and two neighbours that split only the batch never swap axes.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from uniap_jax.core import dims
+from uniap_jax.core.dim_edges import ExpertSplit, SequenceSplit, expert_split, sequence_split
 from uniap_jax.core.errors import StrategyError
 from uniap_jax.core.graph import Layer, LayerGraph, Value
-from uniap_jax.core.strategy import Strategy, prime_factors
+from uniap_jax.core.strategy import DEGREES, Strategy, prime_factors
 
 
 def axis_sizes(num_devices: int) -> tuple[tuple[str, int], ...]:
@@ -36,12 +37,14 @@ class Axes:
 
     data: tuple[str, ...]
     fsdp: tuple[str, ...]
+    expert: tuple[str, ...]
+    context: tuple[str, ...]
     tensor: tuple[str, ...]
 
     @property
     def batch(self) -> tuple[str, ...]:
         """Axes over which the batch is split."""
-        return self.data + self.fsdp
+        return self.data + self.fsdp + self.expert
 
 
 def assign_axes(strategy: Strategy, num_devices: int) -> Axes:
@@ -59,7 +62,7 @@ def assign_axes(strategy: Strategy, num_devices: int) -> Axes:
             num_devices=num_devices,
         )
     names, position, taken = [n for n, _ in sizes], 0, []
-    for degree in (strategy.data, strategy.fsdp, strategy.tensor):
+    for degree in (getattr(strategy, name) for name in DEGREES):
         start, product = position, 1
         while product < degree and position < len(sizes):
             product *= sizes[position][1]
@@ -72,7 +75,12 @@ def assign_axes(strategy: Strategy, num_devices: int) -> Axes:
                 num_devices=num_devices,
             )
         taken.append(tuple(names[start:position]))
-    return Axes(data=taken[0], fsdp=taken[1], tensor=taken[2])
+    return Axes(**dict(zip(DEGREES, taken, strict=True)))
+
+
+def sequence_axes(strategy: Strategy, axes: Axes) -> tuple[str, ...]:
+    """Axes over which the sequence is split where it crosses to another layer."""
+    return axes.context + (axes.tensor if strategy.sequence else ())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,11 +106,12 @@ class LayerSharding:
     writes: tuple[PartitionSpec, ...]
 
 
-def batch_spec(value: Value, axes: Axes) -> PartitionSpec:
-    """Splits a value's batch dimension over the batch axes; replicated where it has none."""
-    if value.batch_dim is None or not axes.batch:
-        return PartitionSpec()
-    return PartitionSpec(*([None] * value.batch_dim), axes.batch)
+def activation_spec(
+    value: Value, batch: tuple[str, ...], sequence: tuple[str, ...] = (), dim: int | None = None
+) -> PartitionSpec:
+    """Splits a value's batch dimension over the batch axes and its dimension `dim` over the sequence axes."""
+    placed = {d: names for d, names in ((dim, sequence), (value.batch_dim, batch)) if d is not None and names}
+    return PartitionSpec(*[placed.get(d) for d in range(max(placed, default=-1) + 1)])
 
 
 def _with_fsdp(
@@ -133,33 +142,95 @@ def layer_sharding(graph: LayerGraph, layer: Layer, strategy: Strategy) -> Layer
             raise StrategyError(
                 f"batch dimension {value.batch_dim} of {value.name or layer.name} has size {size} "
                 f"({graph.num_microbatches} micro-batches of global batch {graph.batch_size}), which does not "
-                f"divide by data×fsdp={strategy.batch_ways} of strategy {strategy}; use a divisor of {size}",
+                f"divide by {_batch_degrees(strategy)}={strategy.batch_ways} of strategy {strategy}; "
+                f"use a divisor of {size}",
                 strategy=str(strategy),
                 dimension=value.batch_dim,
                 size=size,
                 degree=strategy.batch_ways,
             )
-    # where nothing can be split over the tensor axes (`split.reason`) every device of them does the same work
-    split = dims.tensor_split(layer, strategy.tensor)
-    tensor_specs = [
-        tuple(axes.tensor if d == split.params[i] else () for d in range(len(graph.params[p].shape)))
+    splits = layer_splits(graph, layer, strategy)
+    param_specs = [
+        tuple(
+            axes.expert if d == splits.expert.params[i] else axes.tensor if d == splits.tensor.params[i] else ()
+            for d in range(len(graph.params[p].shape))
+        )
         for i, p in enumerate(layer.params)
     ]
-    plain = tuple(PartitionSpec(*[n or None for n in s]) for s in tensor_specs)
+    plain = tuple(PartitionSpec(*[n or None for n in s]) for s in param_specs)
     sharded = tuple(
         _with_fsdp(graph.params[p], s, axes.fsdp, strategy.fsdp, sizes) if axes.fsdp else q
-        for p, s, q in zip(layer.params, tensor_specs, plain, strict=True)
+        for p, s, q in zip(layer.params, param_specs, plain, strict=True)
     )
+    along = sequence_axes(strategy, axes)
+
+    def spec(position: int, dim: int | None) -> PartitionSpec:
+        return activation_spec(graph.values[position], axes.batch, along, dim)
+
     zero = strategy.zero if strategy.fsdp > 1 else 0
     return LayerSharding(
         params=plain,
         stored=sharded if zero == 3 else plain,
         grads=sharded if zero >= 2 else plain,
         optimizer=sharded if zero >= 1 else plain,
-        operands=tuple(batch_spec(graph.operands[i], axes) for i in layer.operands),
-        reads=tuple(batch_spec(graph.values[i], axes) for i in layer.reads),
-        writes=tuple(batch_spec(graph.values[i], axes) for i in layer.writes),
+        operands=tuple(activation_spec(graph.operands[i], axes.batch) for i in layer.operands),
+        reads=tuple(map(spec, layer.reads, splits.sequence.reads)),
+        writes=tuple(map(spec, layer.writes, splits.sequence.writes)),
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Splits:
+    """What the ways of a strategy split in one layer.
+
+    Attributes:
+        tensor: what the tensor ways split inside it.
+        expert: what the expert ways do.
+        sequence: what is split along positions at its edges.
+        along_tensor: whether the tensor ways split the sequence as well.
+    """
+
+    tensor: dims.TensorSplit
+    expert: ExpertSplit
+    sequence: SequenceSplit
+    along_tensor: bool = False
+
+
+def layer_splits(graph: LayerGraph, layer: Layer, strategy: Strategy) -> Splits:
+    """Chooses what each kind of ways splits.
+
+    Where nothing can be split over the tensor axes (`tensor.reason`) every device of them does the same work, or its
+    share of the sequence.
+
+    Raises:
+        StrategyError: the layer has no experts or no sequence for ways that ask for one; says what would work.
+    """
+    expert = expert_split(layer, strategy.expert)
+    if expert.reason:
+        raise StrategyError(
+            f"{layer.name}: {expert.reason} (strategy {strategy})", strategy=str(strategy), degree=strategy.expert
+        )
+    tensor = dims.tensor_split(layer, strategy.tensor, apart=expert.classes)
+    sequence = SequenceSplit(reads=(None,) * len(layer.reads), writes=(None,) * len(layer.writes))
+    if strategy.sequence_ways > 1:
+        sequence = sequence_split(
+            layer,
+            strategy.sequence_ways,
+            reads=[graph.values[v].batch_dim for v in layer.reads],
+            writes=[graph.values[v].batch_dim for v in layer.writes],
+            tensor=tensor if strategy.sequence else None,
+        )
+    if sequence.reason:
+        raise StrategyError(
+            f"{layer.name}: {sequence.reason} (strategy {strategy})",
+            strategy=str(strategy),
+            degree=strategy.sequence_ways,
+        )
+    return Splits(tensor=tensor, expert=expert, sequence=sequence, along_tensor=strategy.sequence)
+
+
+def _batch_degrees(strategy: Strategy) -> str:
+    return "×".join(n for n in ("data", "fsdp", "expert") if n != "expert" or strategy.expert > 1)
 
 
 def shard_bytes(value: Value, spec: PartitionSpec, sizes: dict[str, int]) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
+from itertools import combinations_with_replacement, product
 
 from uniap_jax.core.errors import StrategyError
 
@@ -136,32 +137,46 @@ def prime_factors(n: int) -> tuple[int, ...]:
 
 
 def enumerate_strategies(
-    num_devices: int, *, keeps: tuple[str, ...] = ("all",), zeros: tuple[int, ...] = (3,)
+    num_devices: int,
+    *,
+    keeps: tuple[str, ...] = ("all",),
+    zeros: tuple[int, ...] = (3,),
+    degrees: tuple[str, ...] = ("data", "fsdp", "tensor"),
+    sequence: tuple[bool, ...] = (False,),
 ) -> tuple[Strategy, ...]:
-    """Every strategy that a sub-mesh of `num_devices` can lay out: data, then fsdp, then tensor axes.
+    """Every strategy that a sub-mesh of `num_devices` can lay out: data, then fsdp, ..., then tensor axes.
 
-    The sub-mesh is factorised into axes of prime size; data takes a prefix of them, tensor a suffix, fsdp what
+    The sub-mesh is factorised into axes of prime size; data takes a prefix of them, tensor a suffix, the others what
     lies between, so that the batch is split over a prefix in every layer and neighbours never swap axes.
 
     Args:
         num_devices: of the sub-mesh.
         keeps: what the forward may keep for the backward.
         zeros: ZeRO stages of the fsdp ways.
+        degrees: which of `DEGREES` may be more than 1, in that order.
+        sequence: whether tensor ways split the sequence too.
     """
     primes = prime_factors(num_devices)
-    cuts = range(len(primes) + 1)
-    found = {
-        Strategy(
-            data=math.prod(primes[:i]),
-            fsdp=math.prod(primes[i:j]),
-            tensor=math.prod(primes[j:]),
-            zero=zero if i < j else 3,
-            keep=keep,
-        )
-        for i in cuts
-        for j in cuts
-        if i <= j
-        for keep in keeps
-        for zero in zeros
-    }
-    return tuple(sorted(found, key=lambda s: (s.tensor, s.fsdp, -s.data, KEEPS.index(s.keep), -s.zero)))
+    found = set()
+    for inner in combinations_with_replacement(range(len(primes) + 1), len(degrees) - 1):
+        ends = (0, *inner, len(primes))
+        ways = {d: math.prod(primes[a:b]) for d, a, b in zip(degrees, ends[:-1], ends[1:], strict=True)}
+        for keep, zero, split in product(keeps, zeros, sequence):
+            found.add(
+                Strategy(
+                    **ways,
+                    zero=zero if ways.get("fsdp", 1) > 1 else 3,
+                    keep=keep,
+                    sequence=split and ways.get("tensor", 1) > 1,
+                )
+            )
+    return tuple(sorted(found, key=_order))
+
+
+def _order(s: Strategy) -> tuple[object, ...]:
+    return (s.tensor, s.sequence, s.context, s.expert, s.fsdp, -s.data, KEEPS.index(s.keep), -s.zero)
+
+
+def used_degrees(strategy: Strategy) -> tuple[str, ...]:
+    """Data, fsdp and tensor, and of the other degrees those that a strategy uses; in order."""
+    return tuple(d for d in DEGREES if d in ("data", "fsdp", "tensor") or getattr(strategy, d) > 1)

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from uniap_jax.core.graph import Layer
 from uniap_jax.core.jax_compat import Literal
-from uniap_jax.core.rewrite import tensor_rewrite
 
 
 def layer_function(layer: Layer, keep: str) -> Callable[..., list[Any]]:
@@ -25,21 +22,6 @@ def layer_function(layer: Layer, keep: str) -> Callable[..., list[Any]]:
         return plain
     policy = jax.checkpoint_policies.dots_saveable if keep == "dots" else None
     return jax.checkpoint(plain, policy=policy)
-
-
-def split_layer(layer: Layer, tensor: int, mesh: Mesh | None = None, axes: tuple[str, ...] = ("x0",)) -> Layer:
-    """A layer as it is computed under tensor ways: with its projections merged.
-
-    Args:
-        layer: as traced.
-        tensor: ways.
-        mesh: to pin layouts on; none but an abstract one where nothing is compiled.
-        axes: of the mesh, that the ways take.
-    """
-    if tensor == 1:
-        return layer
-    pinned_on = mesh or AbstractMesh((tensor,), ("x0",), axis_types=(AxisType.Auto,))
-    return replace(layer, jaxpr=tensor_rewrite(layer, tensor, pinned_on, axes))
 
 
 def is_float(aval: Any) -> bool:

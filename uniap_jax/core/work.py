@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from jax.sharding import AbstractMesh, AxisType
 from numpy.typing import NDArray
 
 from uniap_jax.core import dims
@@ -24,37 +25,13 @@ from uniap_jax.core.dim_walk import inner_jaxpr
 from uniap_jax.core.graph import Layer
 from uniap_jax.core.jax_compat import Literal
 from uniap_jax.core.jaxprs import eqn_flops, open_jaxpr
-from uniap_jax.core.vjp import is_float, layer_avals, split_layer, traced_vjp
+from uniap_jax.core.kernels import CHEAP, FUSED, HEAVY, LOOPS, RANDOM, RANDOM_COPIES, READERS
+from uniap_jax.core.rewrite import Ways, tensor_rewrite
+from uniap_jax.core.sharding import Splits
+from uniap_jax.core.vjp import is_float, layer_avals, traced_vjp
 
 FloatArray = NDArray[np.float64]
 BoolArray = NDArray[np.bool_]
-
-LOOPS = frozenset({"scan", "while", "cond"})
-HEAVY = LOOPS | {
-    *("dot_general", "conv_general_dilated", "gather", "sort", "top_k", "cumsum", "cumlogsumexp", "cummax", "cumprod"),
-    *("scatter", "scatter-add", "scatter_add", "scatter-mul", "reduce_window", "select_and_scatter_add", "argmax"),
-    *("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "argmin", "fft"),
-    *("random_bits", "threefry2x32", "rng_bit_generator"),
-    *("dynamic_update_slice", "custom_call", "cholesky", "triangular_solve", "qr", "eigh", "reduce_window_sum"),
-}
-RANDOM = frozenset({"random_bits", "threefry2x32", "rng_bit_generator"})
-RANDOM_COPIES = 5.0
-"""Arrays of the size of its result that a counter-based generator needs on the way, as seen in XLA's CPU programs."""
-READERS = HEAVY - RANDOM - {"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"}
-"""Kernels that need their inputs in memory; a reduction fuses with what makes its input."""
-
-
-_CHEAP_NAMES = """
-    convert_element_type broadcast_in_dim reshape transpose squeeze expand_dims iota eq ne lt le gt ge and or not xor
-    add sub mul neg max min select_n slice sharding_constraint copy copy_p concatenate pad rev integer_pow div sign
-    abs floor exp log tanh sqrt rsqrt logistic square pow clamp reduce_precision mesh_cast real imag split
-"""
-CHEAP = frozenset(_CHEAP_NAMES.split())
-"""What a stage's backward makes again of parameters or of the batch alone, rather than keep it."""
-FUSED = (CHEAP | {"erf_inv", "is_finite", "sin", "cos", "round", "copysign", "add_any", "one_minus_square"}) - {
-    *("exp", "log", "tanh", "logistic", "pow"),
-}
-"""Element-wise operations that XLA copies into every kernel that reads their result."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -69,6 +46,8 @@ class Pass:
         live: [equations] bytes alive that no strategy splits by tensor, arguments and kept values apart.
         live_split: [equations] bytes alive that tensor ways divide.
         reduced: bytes of each result that tensor ways leave as partial sums.
+        met: bytes of each activation whose positions meet all others' (keys and values).
+        exchanged: bytes of each activation that goes from its example to its expert, or back.
     """
 
     flops: FloatArray
@@ -78,6 +57,8 @@ class Pass:
     live: FloatArray
     live_split: FloatArray
     reduced: tuple[float, ...]
+    met: tuple[float, ...] = ()
+    exchanged: tuple[float, ...] = ()
 
     def transient_bytes(self, tensor: int) -> float:
         """Most bytes alive at once, with the tensor ways' share of what they divide."""
@@ -106,15 +87,19 @@ class Work:
     fused_split: float
 
 
-def measure_work(layer: Layer, *, keep: str, tensor: int) -> Work:
+def measure_work(layer: Layer, *, keep: str, tensor: int = 1, splits: Splits | None = None) -> Work:
     """Traces a layer's forward and backward and counts what they do.
 
     Args:
         layer: at the batch size it was traced with.
         keep: what the forward keeps.
-        tensor: ways; says which dimensions are split, not yet by how much.
+        tensor: ways; says that dimensions are split, not yet by how much.
+        splits: which dimensions; those of tensor parallelism alone where None.
     """
-    layer = split_layer(layer, tensor)
+    choice = splits.tensor if splits is not None else dims.tensor_split(layer, tensor)
+    if tensor > 1:
+        mesh = AbstractMesh((tensor,), ("x0",), axis_types=(AxisType.Auto,))
+        layer = replace(layer, jaxpr=tensor_rewrite(layer, choice, Ways(mesh=mesh, axes=("x0",), degree=tensor)))
     forward, backward, where = traced_vjp(layer, keep)
     meter = _Meter()
     params, operands, _ = layer_avals(layer)
@@ -127,15 +112,16 @@ def measure_work(layer: Layer, *, keep: str, tensor: int) -> Work:
     again = [ins[w] if w is not None else r for w, r in zip(where, kept, strict=True)]
     cotangents = [meter.argument(v.aval, LIVE) for v in backward.jaxpr.invars[len(again) :]]
     second = meter.run(backward, [*again, *cotangents])
-    split = _split_roots(meter, layer, tensor, ins)
+    cuts = _cuts(meter, choice, splits, ins, first.outs[:number])
+    split = cuts.split
     own = {r.index: r for r, w in zip(kept, where, strict=True) if w is None}
     own |= {ins[w].index: ins[w] for w in where if w is not None and w >= len(params) + len(operands)}
     shares = [(r, meter.is_split(r, split)) for r in own.values() if not r.cheap]
     fused = [(r, meter.is_split(r, split)) for r in _held_when_fused(first, [r for r, _ in shares])]
     grads = {r.index for r in second.outs[: sum(map(is_float, params))]}
     return Work(
-        forward=meter.summary(first, split, apart={r.index for r in (*ins, *own.values())}),
-        backward=meter.summary(second, split, apart=grads | {r.index for r in (*again, *cotangents)}),
+        forward=meter.summary(first, cuts, apart={r.index for r in (*ins, *own.values())}),
+        backward=meter.summary(second, cuts, apart=grads | {r.index for r in (*again, *cotangents)}),
         kept=sum(r.nbytes for r, s in shares if not s),
         kept_split=sum(r.nbytes for r, s in shares if s),
         fused=sum(r.nbytes for r, s in fused if not s),
@@ -236,8 +222,9 @@ class _Meter:
         self._events.append(_Event(name=name, flops=eqn_flops(eqn), dtype=dtype, ins=given, outs=outs, summed=summed))
         return outs
 
-    def summary(self, run: _Run, split: set[Node], *, apart: set[int]) -> Pass:
+    def summary(self, run: _Run, cuts: _Cuts, *, apart: set[int]) -> Pass:
         """Kernels, live bytes and partial sums of a program; values in `apart` are counted elsewhere."""
+        split = cuts.split
         results = {r.index for r in run.outs}
         read = {v.index for e in run.events if e.name in READERS for v in e.ins} | results
         kernels: list[tuple[float, float, bool, str]] = []
@@ -252,7 +239,7 @@ class _Meter:
                 kernels.append((e.flops, moved * _turns(e), cut, e.dtype))
             elif made and e.outs[0].kind != CONST:
                 kernels.append((e.flops, 2.0 * sum(v.nbytes for v in made), cut, ""))
-            if any(self.classes.root(n) in split for n in e.summed) and not self.is_split(e.outs[0], split):
+            if any(self.classes.root(n) in cuts.tensor for n in e.summed) and not self.is_split(e.outs[0], cuts.tensor):
                 reduced.append(e.outs[0].nbytes)
             end = len(run.events)
             for v in made:
@@ -269,7 +256,37 @@ class _Meter:
             live=_alive([s[:3] for s in stays if not s[3]], len(run.events)),
             live_split=_alive([s[:3] for s in stays if s[3]], len(run.events)),
             reduced=tuple(reduced),
+            met=tuple(b for e in run.events for b in self._met(e, cuts.sequence)),
+            exchanged=self._exchanged(run, cuts.expert),
         )
+
+    def _met(self, event: _Event, sequence: set[Node]) -> list[float]:
+        """Bytes of the operand whose positions all of the other's meet: keys, and then values."""
+        if event.name != "dot_general" or any(v.kind != LIVE for v in event.ins):
+            return []
+        counts = [self._count_of(v, sequence) for v in event.ins]
+        if not all(counts) or self._count_of(event.outs[0], sequence) == 0:
+            return []
+        if not any(self.classes.root(n) in sequence for n in event.summed):  # queries and keys
+            return [min(v.nbytes for v in event.ins)] if self._count_of(event.outs[0], sequence) > 1 else []
+        return [v.nbytes for v, count in zip(event.ins, counts, strict=True) if count == 1][:1]
+
+    def _count_of(self, value: _Value, roots: set[Node]) -> int:
+        return sum(n is not None and self.classes.root(n) in roots for n in value.dims or ())
+
+    def _exchanged(self, run: _Run, expert: set[Node]) -> tuple[float, ...]:
+        """Bytes of what enters the first product with experts, and of what leaves the last."""
+        products = [
+            e
+            for e in run.events
+            if e.name == "dot_general"
+            and {v.kind for v in e.ins} == {PARAM, LIVE}
+            and any(v.kind == PARAM and self.is_split(v, expert) for v in e.ins)
+        ]
+        if not products:
+            return ()
+        entering = next(v.nbytes for v in products[0].ins if v.kind == LIVE)
+        return entering, products[-1].outs[0].nbytes
 
 
 def _held_when_fused(run: _Run, residuals: Sequence[_Value]) -> list[_Value]:
@@ -341,14 +358,40 @@ def _summed(eqn: Any, found: tuple[tuple[Node | None, ...], ...]) -> list[Node]:
     return [n for n in nodes if n is not None]
 
 
-def _split_roots(meter: _Meter, layer: Layer, tensor: int, ins: list[_Value]) -> set[Node]:
-    """Classes that tensor ways cut, in the meter's own numbering: found through the parameters they cut."""
-    if tensor == 1:
-        return set()
-    choice = dims.tensor_split(layer, tensor)
-    roots: set[Node] = set()
-    for i, d in enumerate(choice.params):
-        node = None if d is None else (ins[i].dims or ())[d]
-        if node is not None:
-            roots.add(meter.classes.root(node))
-    return roots
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Cuts:
+    """Classes that ways cut, in the meter's own numbering.
+
+    Attributes:
+        tensor: cut inside the layer by the tensor ways.
+        sequence: of positions.
+        expert: of experts.
+        split: every class that the tensor ways cut.
+    """
+
+    tensor: set[Node]
+    sequence: set[Node]
+    expert: set[Node]
+    split: set[Node]
+
+
+def _cuts(
+    meter: _Meter, choice: dims.TensorSplit, splits: Splits | None, ins: Sequence[_Value], outs: Sequence[_Value]
+) -> _Cuts:
+    """Found through the parameters and the edges that are cut."""
+
+    def roots(values: Sequence[_Value], where: Sequence[int | None]) -> set[Node]:
+        nodes = [(v.dims or ())[d] for v, d in zip(values, where, strict=False) if d is not None and v.dims]
+        return {meter.classes.root(n) for n in nodes if n is not None}
+
+    tensor = roots(ins, choice.params)
+    if splits is None:
+        return _Cuts(tensor=tensor, sequence=set(), expert=set(), split=tensor)
+    reads = ins[len(ins) - len(splits.sequence.reads) :]
+    sequence = roots(reads, splits.sequence.reads) | roots(outs, splits.sequence.writes)
+    return _Cuts(
+        tensor=tensor,
+        sequence=sequence,
+        expert=roots(ins, splits.expert.params),
+        split=tensor | sequence if splits.along_tensor else tensor,
+    )

@@ -18,7 +18,7 @@ from uniap_jax.core.machine import Cluster
 from uniap_jax.core.plan import SCHEDULES
 from uniap_jax.core.profile import Key, LayerCost, Links, Profile, Rates
 from uniap_jax.core.sharding import LayerSharding, axis_sizes, layer_sharding, shard_bytes
-from uniap_jax.core.strategy import Strategy, enumerate_strategies
+from uniap_jax.core.strategy import Strategy, enumerate_strategies, used_degrees
 from uniap_jax.cost_model.equal_stages import EqualModel
 from uniap_jax.cost_model.pipeline import busy_factor, flights, working_share
 from uniap_jax.cost_model.reshard import bundles, reshard_seconds, transfer_seconds
@@ -61,6 +61,8 @@ class TableModel:
         self._links = Links(cluster, profile.links if profile else ())
         self._rates = profile.rates if profile else Rates()
         self._entries = profile.table() if profile else {}
+        if self._rates.overlap_slowdown:
+            cluster = replace(cluster, overlap_slowdown=self._rates.overlap_slowdown)
         self._describer = Describer(graph, cluster, self._links)
         self.graph = self._describer.graph
         self._state = state_bytes(self.graph)
@@ -149,7 +151,14 @@ class TableModel:
         listed = enumerate_strategies(size, keeps=self.keeps)
         if self._wanted is None:
             return listed
-        asked = enumerate_strategies(size, keeps=(self._wanted.keep,), zeros=(self._wanted.zero,))
+        wanted = self._wanted
+        asked = enumerate_strategies(
+            size,
+            keeps=(wanted.keep,),
+            zeros=(wanted.zero,),
+            degrees=used_degrees(wanted),
+            sequence=tuple({False, wanted.sequence}),
+        )
         return (*listed, *(s for s in asked if s not in listed))
 
     def with_strategy(self, strategy: Strategy) -> TableModel:
@@ -365,7 +374,7 @@ class TableModel:
         """(writer, reader) pairs, the tensor each carries, and seconds by the strategies at both ends."""
         stages = candidate.num_stages
         size, share = self.num_devices // stages, 1.0 / candidate.num_microbatches
-        ways, k = [s.batch_ways for s in strategies], len(strategies)
+        ways, k = [(s.batch_ways, s.sequence_ways) for s in strategies], len(strategies)
         edges: list[tuple[int, int]] = []
         tensor: list[int] = []
         tables: list[tuple[FloatArray, FloatArray]] = []

@@ -1,11 +1,12 @@
 """Moving a value between layers: other batch ways on the same devices, or the next stage's devices.
 
-The batch lies over a prefix of the sub-mesh's axes in every layer, so going from w to r ways is a local slice where
-r is finer and an all_gather where it is coarser; the gradient goes the other way.
+The batch lies over a prefix of the sub-mesh's axes in every layer and the sequence over a suffix, so going from w to r
+ways is a local slice where r is finer and an all_gather where it is coarser; the gradient goes the other way.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -63,42 +64,53 @@ def bundles(graph: LayerGraph) -> tuple[Bundle, ...]:
     return tuple(found)
 
 
-def reshard_seconds(bundle: Bundle, ways: Sequence[int], num_devices: int, links: Links, share: float) -> FloatArray:
+Ways = tuple[int, int]
+"""Ways of the batch and of the sequence at a layer's edge."""
+
+
+def reshard_seconds(bundle: Bundle, ways: Sequence[Ways], num_devices: int, links: Links, share: float) -> FloatArray:
     """[writer's strategy, reader's strategy] inside a stage, forward + backward of one micro-batch.
+
+    Priced as a gather of what either side splits further than the other, and a local slice. Where one splits the
+    batch and the other the sequence the compiler may exchange parts instead, which is no slower.
 
     Args:
         bundle: its bytes are of the whole batch.
-        ways: batch ways of each strategy.
+        ways: of each strategy.
         num_devices: of the stage.
         links: times of collectives.
         share: of the batch in one micro-batch.
     """
-    unique = sorted(set(ways))
+
+    def gather_s(a: Ways, b: Ways, nbytes: float) -> float:
+        coarse = _common(a, b)
+        size = math.prod(a) // math.prod(coarse)
+        stride = num_devices // a[0] if a[0] > coarse[0] else 1
+        return links.time_s("all_gather", nbytes * share / math.prod(coarse), size, stride)
+
     table = {}
-    for w in unique:
-        for r in unique:
-            coarse, fine = min(w, r), max(w, r)
-            if coarse == fine:
-                table[w, r] = 0.0
-                continue
-            size, stride = fine // coarse, num_devices // fine
-            moved = bundle.moved_bytes * share / coarse  # forward where r is coarser, its gradient where it is finer
-            still = bundle.still_bytes * share / coarse if r < w else 0.0
-            table[w, r] = links.time_s("all_gather", moved + still, size, stride)
+    for w in set(ways):
+        for r in set(ways):  # forward where the reader is coarser, the gradient where it is finer
+            there = gather_s(w, r, bundle.moved_bytes + bundle.still_bytes)
+            table[w, r] = there + gather_s(r, w, bundle.moved_bytes)
     return np.array([[table[w, r] for r in ways] for w in ways])
 
 
-def transfer_seconds(bundle: Bundle, ways: Sequence[int], num_devices: int, links: Links, share: float) -> FloatArray:
+def _common(a: Ways, b: Ways) -> Ways:
+    """The finest layout that both of two layouts refine."""
+    return min(a[0], b[0]), min(a[1], b[1])
+
+
+def transfer_seconds(bundle: Bundle, ways: Sequence[Ways], num_devices: int, links: Links, share: float) -> FloatArray:
     """[writer's strategy, reader's strategy] to the next stage, forward + backward of one micro-batch.
 
     Each device receives its shard of the reader's layout, and sends at least its own; gradients go back alike.
     """
-    unique = sorted(set(ways))
     fit = links.fit("transfer", num_devices)
     table = {}
-    for w in unique:
-        for r in unique:
-            coarse = min(w, r)
+    for w in set(ways):
+        for r in set(ways):
+            coarse = math.prod(_common(w, r))
             there = (bundle.moved_bytes + bundle.still_bytes) * share / coarse
             back = bundle.moved_bytes * share / coarse
             table[w, r] = sum(fit.time_s(b) for b in (there + bundle.whole_bytes, back) if b > 0)

@@ -12,7 +12,7 @@ import numpy as np
 from uniap_jax.core.costs import Candidate, CostModel, CostTables
 from uniap_jax.core.errors import InfeasibleError, OptionError
 from uniap_jax.core.plan import SCHEDULES
-from uniap_jax.core.strategy import Strategy
+from uniap_jax.core.strategy import DEGREES, Strategy
 
 Auto = Literal["auto"]
 
@@ -108,9 +108,10 @@ def _automatic(candidates: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
 
 
 def changed_degrees(a: Strategy, b: Strategy) -> int:
-    """How many of data, fsdp, tensor, ZeRO stage and what is kept differ; ZeRO counts only where fsdp is used."""
+    """How many degrees, ZeRO stage, sequence and what is kept differ; ZeRO counts only where fsdp is used."""
     zero = [s.zero if s.fsdp > 1 else 0 for s in (a, b)]
-    return sum((a.data != b.data, a.fsdp != b.fsdp, a.tensor != b.tensor, zero[0] != zero[1], a.keep != b.keep))
+    degrees = sum(getattr(a, name) != getattr(b, name) for name in DEGREES)
+    return degrees + sum((zero[0] != zero[1], a.keep != b.keep, a.sequence != b.sequence))
 
 
 def nearest(tables: CostTables, layer: int, wanted: Strategy) -> int | None:
@@ -122,7 +123,7 @@ def nearest(tables: CostTables, layer: int, wanted: Strategy) -> int | None:
 
     def distance(k: int) -> tuple[int, float, int]:
         s = tables.strategies[k]
-        ratios = (s.data / wanted.data, s.fsdp / wanted.fsdp, s.tensor / wanted.tensor)
+        ratios = [getattr(s, name) / getattr(wanted, name) for name in DEGREES]
         return changed_degrees(s, wanted), sum(abs(math.log2(r)) for r in ratios), k
 
     return min(legal, key=distance, default=None)

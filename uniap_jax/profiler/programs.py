@@ -18,11 +18,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from uniap_jax.core.graph import Layer, LayerGraph
 from uniap_jax.core.jax_compat import Literal
 from uniap_jax.core.jaxprs import Tape, close, flatten, live_eqns, open_jaxpr
+from uniap_jax.core.kernels import CHEAP
 from uniap_jax.core.rewrite_layout import laid_out
 from uniap_jax.core.sharding import LayerSharding, layer_sharding
 from uniap_jax.core.strategy import Strategy
 from uniap_jax.core.vjp import is_float, layer_avals, layer_function
-from uniap_jax.core.work import CHEAP
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -12,9 +11,8 @@ from jax.sharding import Mesh
 
 from uniap_jax.core.graph import Layer
 from uniap_jax.core.jaxprs import open_jaxpr
-from uniap_jax.core.rewrite import tensor_rewrite
-from uniap_jax.core.sharding import LayerSharding, assign_axes
-from uniap_jax.core.strategy import Strategy
+from uniap_jax.core.rewrite_layout import laid_out
+from uniap_jax.core.sharding import LayerSharding
 from uniap_jax.runtime.homes import Layout
 from uniap_jax.runtime.programs import constrain
 
@@ -47,14 +45,6 @@ def layer_function(layer: Layer, sharding: LayerSharding, keep: str, mesh: Mesh)
     return run
 
 
-def split_layer(layer: Layer, strategy: Strategy, mesh: Mesh) -> Layer:
-    """A layer as it is computed under its strategy: under tensor parallelism with its projections merged."""
-    if strategy.tensor == 1:
-        return layer
-    axes = assign_axes(strategy, mesh.size).tensor
-    return replace(layer, jaxpr=tensor_rewrite(layer, strategy.tensor, mesh, axes))
-
-
 def run_layers(
     layout: Layout,
     layers: Sequence[int],
@@ -75,7 +65,7 @@ def run_layers(
     for index in layers:
         choice = layout.plan.layers[index]
         mesh = layout.meshes[choice.stage]
-        layer = split_layer(layout.graph.layers[index], choice.strategy, mesh)
+        layer = laid_out(layout.graph, layout.graph.layers[index], choice.strategy, mesh)
         run = layer_function(layer, layout.layers[index], choice.strategy.keep, mesh)
         written = run(
             [params[p] for p in layer.params], [operands[o] for o in layer.operands], [known[v] for v in layer.reads]

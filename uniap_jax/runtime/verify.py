@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import jax
-import numpy as np
-
+from uniap_jax.core.graph import LayerGraph
 from uniap_jax.core.plan import Plan
 from uniap_jax.runtime.executable import ParallelStep
-from uniap_jax.runtime.pipeline import Pipeline, Programs
+from uniap_jax.runtime.pipeline import Pipeline
 from uniap_jax.runtime.programs import Program
+from uniap_jax.runtime.single import SingleStage
+from uniap_jax.runtime.stage_memory import program_bytes, stage_peaks
+
+log = logging.getLogger("uniap_jax")
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 FULL_COPY = "Involuntary full rematerialization"
 MEMORY_TOLERANCE = 0.10
-"""Relative difference of compiled and predicted peak memory above which `Verification.ok` is false."""
+"""Relative error of the predicted peak memory above which `Verification.ok` is false."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,16 +35,35 @@ class ProgramFacts:
     Attributes:
         name: of the program.
         stage: whose devices run it.
-        peak_bytes: arguments + temporaries + outputs - aliases, per device.
+        sizes: bytes of one device: arguments, outputs, temporaries, aliases, and the peak they add up to.
         collectives: number of each kind.
-        full_copies: reshardings that replicate an array on the way, as the compiler reports them.
+        places: per kind, the layers whose work it belongs to, for people.
+        full_copies: reshardings that replicate an array on the way: the layer, and what the compiler reports.
     """
 
     name: str
     stage: int
-    peak_bytes: int
+    sizes: dict[str, int]
     collectives: dict[str, int] = field(default_factory=dict)
+    places: dict[str, str] = field(default_factory=dict)
     full_copies: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageMemory:
+    """Peak of one device of a stage.
+
+    Attributes:
+        stage: its number.
+        predicted_bytes: as the plan expects; 0 where it expects nothing.
+        compiled_bytes: as compiled.
+        rel_error: |predicted - compiled| / compiled; None where nothing is predicted.
+    """
+
+    stage: int
+    predicted_bytes: float
+    compiled_bytes: int
+    rel_error: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,15 +72,13 @@ class Verification:
 
     Attributes:
         programs: facts of each.
-        compiled_bytes: per stage, peak memory per device as compiled.
-        predicted_bytes: per stage, as the plan expects; empty where it expects nothing.
-        memory_rel_error: the worst stage's |compiled - predicted| / predicted; None where nothing is predicted.
+        stages: memory of each.
+        memory_rel_error: of the worst stage; None where nothing is predicted.
         problems: one sentence each.
     """
 
     programs: tuple[ProgramFacts, ...]
-    compiled_bytes: tuple[int, ...]
-    predicted_bytes: tuple[float, ...]
+    stages: tuple[StageMemory, ...]
     memory_rel_error: float | None
     problems: tuple[str, ...]
 
@@ -67,46 +87,71 @@ class Verification:
         """Whether everything is as planned."""
         return not self.problems
 
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, as `uniap-jax plan --verify --json` prints it."""
+        programs = [{**asdict(p), **p.sizes} for p in self.programs]
+        return {
+            "programs": [{k: v for k, v in p.items() if k != "sizes"} for p in programs],
+            "stages": [asdict(s) for s in self.stages],
+            "memory_rel_error": self.memory_rel_error,
+            "problems": list(self.problems),
+        }
+
 
 def verify(step: ParallelStep, *, tolerance: float = MEMORY_TOLERANCE, full_copies: bool = True) -> Verification:
     """Compares the compiled programs of a step with its plan.
 
     Args:
         step: compiled where it has not been yet.
-        tolerance: relative difference of peak memory that is let pass.
-        full_copies: whether to compile every program once more and read the compiler's warnings.
+        tolerance: relative error of the predicted peak memory that is let pass.
+        full_copies: whether to read the compiler's warnings, for which a step that is compiled already is compiled
+            once more.
     """
-    facts = tuple(_facts(step.plan, p, full_copies=full_copies) for p in step.programs)
-    compiled = _stage_peaks(step, facts)
-    predicted = tuple(float(b) for b in step.plan.prediction.peak_bytes)
-    errors = [abs(c - p) / p for c, p in zip(compiled, predicted, strict=False) if p > 0]
+    warned = _warnings(step) if full_copies else ()
+    facts = tuple(_facts(step, p, warned) for p in step.programs)
+    stages = tuple(_memories(step))
+    errors = [s.rel_error for s in stages if s.rel_error is not None]
     return Verification(
         programs=facts,
-        compiled_bytes=compiled,
-        predicted_bytes=predicted,
+        stages=stages,
         memory_rel_error=max(errors) if errors else None,
-        problems=tuple(_problems(step, facts, compiled, predicted, tolerance)),
+        problems=tuple(_problems(step, facts, stages, tolerance)),
     )
 
 
+def warn(step: ParallelStep, *, tolerance: float = MEMORY_TOLERANCE) -> Verification:
+    """`verify`, with one warning in the log for each thing that is not as planned."""
+    found = verify(step, tolerance=tolerance)
+    for problem in found.problems:
+        log.warning("not as planned: %s", problem)
+    return found
+
+
+def _memories(step: ParallelStep) -> Iterator[StageMemory]:
+    predicted = step.plan.prediction.peak_bytes or (0.0,) * step.plan.num_stages
+    for stage, (want, have) in enumerate(zip(predicted, stage_peaks(step), strict=True)):
+        error = abs(want - have) / have if want > 0 else None
+        yield StageMemory(stage=stage, predicted_bytes=float(want), compiled_bytes=have, rel_error=error)
+
+
 def _problems(
-    step: ParallelStep,
-    facts: Sequence[ProgramFacts],
-    compiled: Sequence[int],
-    predicted: Sequence[float],
-    tolerance: float,
+    step: ParallelStep, facts: Sequence[ProgramFacts], stages: Sequence[StageMemory], tolerance: float
 ) -> Iterator[str]:
-    for stage, (have, want) in enumerate(zip(compiled, predicted, strict=False)):
-        if want > 0 and abs(have - want) > tolerance * want:
+    for s in stages:
+        if s.rel_error is not None and s.rel_error > tolerance:
             yield (
-                f"stage {stage} needs {have / 2**20:.1f} MiB per device as compiled, {want / 2**20:.1f} MiB were "
-                f"predicted ({100 * (have - want) / want:+.0f} %, tolerance {100 * tolerance:.0f} %)"
+                f"stage {s.stage} ({_span(step, s.stage)}) needs {s.compiled_bytes / 2**20:.1f} MiB per device as "
+                f"compiled, {s.predicted_bytes / 2**20:.1f} MiB were predicted "
+                f"({100 * s.rel_error:.0f} % apart, tolerance {100 * tolerance:.0f} %)"
             )
     for fact in facts:
         for line in fact.full_copies:
-            yield f"{fact.name} reshards through a full copy: {line}"
+            yield f"{fact.name} reshards through a full copy in {line}"
         for kind in sorted(set(fact.collectives) - foreseen(step.plan, fact.stage)):
-            yield f"{fact.name} has {fact.collectives[kind]} {kind} that no strategy of stage {fact.stage} asks for"
+            yield (
+                f"{fact.name} has {fact.collectives[kind]} {kind} that no strategy of stage {fact.stage} asks for, in "
+                f"{fact.places[kind]}"
+            )
     for program in step.programs:
         yield from _layout_problems(step, program)
 
@@ -119,9 +164,9 @@ def foreseen(plan: Plan, stage: int) -> set[str]:
         kinds.add("all-reduce")
     if any(s.fsdp > 1 for s in strategies):
         kinds |= {"all-gather", "reduce-scatter"}
-    if any(s.tensor > 1 for s in strategies):
+    if any(s.tensor * s.expert * s.context > 1 for s in strategies):
         kinds |= {"all-gather", "reduce-scatter", "all-to-all", "collective-permute"}
-    if len({(s.data, s.fsdp, s.tensor) for s in strategies}) > 1:  # neighbours that cut the batch in other ways
+    if len({(s.batch_ways, s.sequence_ways, s.tensor) for s in strategies}) > 1:  # neighbours cut in other ways
         kinds |= {"all-gather", "all-to-all", "collective-permute"}
     if plan.num_microbatches > 1 and plan.num_stages == 1 and kinds:  # the batch is cut into micro-batches once
         kinds |= {"all-gather", "all-to-all", "collective-permute"}
@@ -141,35 +186,55 @@ def _layout_problems(step: ParallelStep, program: Program) -> Iterator[str]:
             yield f"{value.name} comes out as {have}, planned as {want}"
 
 
+# ---- whose work a line is --------------------------------------------------------------------------------------------
+
 _COLLECTIVE = re.compile(rf"\b({'|'.join(KINDS)})(?:-start)?\(")
+_LAYER = re.compile(r"\blayer_(\d+)\b")
+_PROGRAM = re.compile(r"jit\((\w+)\)")
+
+
+def _span(step: ParallelStep, stage: int) -> str:
+    layers = step.plan.stage_layers(stage)
+    first, last = place(step.graph, layers[0]), place(step.graph, layers[-1])
+    return first if len(layers) == 1 else f"{first} to {last}"
+
+
+def place(graph: LayerGraph, layer: int) -> str:
+    """A layer for people: number, name and source line."""
+    found = graph.layers[layer]
+    return f"layer {layer} ({', '.join(filter(None, (found.name, found.source)))})"
+
+
+def places(graph: LayerGraph, lines: Iterable[str]) -> str:
+    """The layers that lines of a compiled program belong to, in order; what belongs to none is the step around them."""
+    numbers = sorted({int(n) for line in lines for n in _LAYER.findall(line) if int(n) < len(graph.layers)})
+    shown = [place(graph, n) for n in numbers[:3]] + ([f"{len(numbers) - 3} more"] if len(numbers) > 3 else [])
+    return ", ".join(shown) or "no layer: the batch's way in, or the optimizer"
 
 
 def count_collectives(text: str) -> dict[str, int]:
     """Collectives of each kind in a compiled program's text."""
-    found: dict[str, int] = {}
-    for kind in _COLLECTIVE.findall(text):
-        found[kind] = found.get(kind, 0) + 1
+    return {kind: len(lines) for kind, lines in _collective_lines(text).items()}
+
+
+def _collective_lines(text: str) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for line in text.splitlines():
+        for kind in _COLLECTIVE.findall(line):
+            found.setdefault(kind, []).append(line)
     return found
 
 
-def peak_bytes(program: Program) -> int:
-    """Arguments + temporaries + outputs - aliases of one device."""
-    memory = program.compiled.memory_analysis()
-    return int(
-        memory.argument_size_in_bytes
-        + memory.temp_size_in_bytes
-        + memory.output_size_in_bytes
-        - memory.alias_size_in_bytes
-    )
-
-
-def _facts(plan: Plan, program: Program, *, full_copies: bool) -> ProgramFacts:
+def _facts(step: ParallelStep, program: Program, warned: Sequence[str]) -> ProgramFacts:
+    lines = _collective_lines(program.compiled.as_text())
+    mine = [w for w in warned if (found := _PROGRAM.search(w)) is not None and found.group(1) == program.name]
     return ProgramFacts(
         name=program.name,
-        stage=_stage_of(plan, program),
-        peak_bytes=peak_bytes(program),
-        collectives=count_collectives(program.compiled.as_text()),
-        full_copies=_full_copies(program) if full_copies else (),
+        stage=_stage_of(step.plan, program),
+        sizes=program_bytes(program),
+        collectives={kind: len(found) for kind, found in lines.items()},
+        places={kind: places(step.graph, found) for kind, found in lines.items()},
+        full_copies=tuple(f"{places(step.graph, [line])}: {line.strip()[:300]}" for line in mine),
     )
 
 
@@ -178,11 +243,18 @@ def _stage_of(plan: Plan, program: Program) -> int:
     return min(int(found.group(1)), plan.num_stages - 1) if found else 0
 
 
-def _full_copies(program: Program) -> tuple[str, ...]:
+# ---- what the compiler says ------------------------------------------------------------------------------------------
+
+
+def _warnings(step: ParallelStep) -> tuple[str, ...]:
     """What the compiler says about reshardings that replicate an array, one line each."""
+    run = step.executor
+    fresh = isinstance(run, SingleStage | Pipeline) and not run.is_built
     with _standard_error() as lines:
-        program.lowered.compile()
-    return tuple(dict.fromkeys(line.strip()[:300] for line in lines if FULL_COPY in line))
+        for program in step.programs:  # compiled here where the step is fresh
+            if not fresh:
+                program.lowered.compile()
+    return tuple(dict.fromkeys(line for line in lines if FULL_COPY in line))
 
 
 @contextmanager
@@ -204,57 +276,3 @@ def _standard_error() -> Iterator[list[str]]:
     others = [line for line in lines if FULL_COPY not in line]
     if others:
         os.write(2, ("\n".join(others) + "\n").encode())
-
-
-# ---- memory of a stage -----------------------------------------------------------------------------------------------
-
-
-def _shard_bytes(shape: Sequence[int], dtype: Any, sharding: Any) -> int:
-    itemsize = getattr(dtype, "itemsize", 4)
-    return int(np.prod(sharding.shard_shape(tuple(shape)), dtype=np.int64)) * int(itemsize)
-
-
-def _stage_peaks(step: ParallelStep, facts: Sequence[ProgramFacts]) -> tuple[int, ...]:
-    run = step._run
-    if not isinstance(run, Pipeline):  # one program, on all devices alike
-        return (max(f.peak_bytes for f in facts),) * step.plan.num_stages
-    return tuple(_stage_peak(step, run, stage) for stage in range(step.plan.num_stages))
-
-
-def _stage_peak(step: ParallelStep, run: Pipeline, stage: int) -> int:
-    """Peak of one device: state, gradients, what is in flight, and the largest program's own needs."""
-    programs = run._programs
-    built = programs.stages[stage]
-    device = next(iter(built.grads)).mesh.devices.flat[0] if built.grads else None
-    state = sum(
-        _shard_bytes(v.shape, v.dtype, s)
-        for v, s in zip(step.graph.step.state, step.in_shardings, strict=True)
-        if device is None or device in s.device_set
-    )
-    outs = jax.tree.leaves(built.forward.lowered.out_info)
-    held = sum(_shard_bytes(outs[i].shape, outs[i].dtype, built.forward.output_shardings[i]) for i in built.kept)
-    reads = (
-        sum(
-            _shard_bytes(step.graph.values[v].shape, step.graph.values[v].dtype, a)
-            for v, a in zip(built.spec.reads, built.spec.arrives, strict=True)
-        )
-        // step.plan.num_microbatches
-    )
-    flying = run.schedule.in_flight[stage]
-    gradients = _gradient_bytes(programs, stage)
-    passes = max(_own(p) for p in (built.forward, built.backward))
-    finish = max((_own(p) for p in programs.update.programs if f"stage_{stage}" in p.name), default=0)
-    return state + gradients + max(flying * (held + reads) + passes, finish)
-
-
-def _own(program: Program) -> int:
-    """What a program needs beside its arguments."""
-    memory = program.compiled.memory_analysis()
-    return int(memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes)
-
-
-def _gradient_bytes(programs: Programs, stage: int) -> int:
-    built = programs.stages[stage]
-    if built.zeros is None:
-        return 0
-    return int(built.zeros.compiled.memory_analysis().output_size_in_bytes)

@@ -9,6 +9,7 @@ import optax
 import pytest
 from flax import linen as nn
 
+import uniap_jax as uniap
 from uniap_jax.check import TOLERANCE, WHOLE_BATCH, tolerance_of
 from uniap_jax.core.errors import TraceError
 from uniap_jax.core.reference import reference_gradients
@@ -209,3 +210,18 @@ def test_dropout_does_not_change_with_micro_batches(block):
     np.testing.assert_allclose(np.mean(losses), whole, rtol=1e-6)
     for got, expected in zip(map(sum, zip(*pieces, strict=True)), jax.tree.leaves(grads), strict=True):
         np.testing.assert_allclose(got / 4, expected, rtol=1e-5, atol=1e-7)
+
+
+def test_single_examples_that_run_other_operations_are_refused():
+    def loss(w, b):
+        examples = b["x"].shape[0]
+        token = jnp.broadcast_to(w[:1], (examples, 3))  # nothing to broadcast to one example
+        return ((logits(w, b) + token) ** 2).mean()
+
+    graph = traced(loss)
+    assert graph.split_reason == ""
+    assert graph.microbatch(4).num_microbatches == 4
+    with pytest.raises(TraceError, match="fewer micro-batches") as error:
+        graph.microbatch(8)
+    assert error.value.examples == 1
+    assert max(c.num_microbatches for c in uniap.estimate(graph).candidates()) == 4

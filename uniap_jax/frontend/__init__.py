@@ -271,6 +271,14 @@ class _Tracer:
                 reason=whole.split_reason,
             )
         loss = self._retrace(size // count).loss
+        if [e.primitive for e in loss.eqns] != [e.primitive for e in self.whole.loss.eqns]:
+            # one example is where this happens: JAX leaves out what broadcasts or reshapes a dimension of size 1
+            raise TraceError(
+                f"the batch cannot be split into {count} micro-batches: on {size // count} of its {size} examples the "
+                "step runs other operations; use fewer micro-batches",
+                num_microbatches=count,
+                examples=size // count,
+            )
         try:
             eqns = slice_random_bits(loss.eqns, self.whole.loss.eqns, self.index)
         except CannotSlice as error:

@@ -10,10 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 from runtime_support import WIDTH, Decoder, assert_as_one_device, decoder_state, decoder_step, make_plan, token_batch
 from uniap_jax import frontend, runtime
-from uniap_jax.core.errors import PlanMismatchError
+from uniap_jax.core.errors import PlanMismatchError, TraceError
 
 PLANS: list[dict[str, Any]] = [{"strategies": "data=2", "microbatches": 2}, {"stages": 2}]
 
@@ -33,6 +34,46 @@ def test_case_14_plain_grad(plan: dict[str, Any]) -> None:
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), grads
 
     assert_as_one_device(train_step, weights, linear_batch(), **plan)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("argnums", [0, (0, 1)])
+def test_case_14_value_and_grad_with_aux(plan: dict[str, Any], argnums: Any) -> None:
+    def train_step(params: Any, batch: Any) -> Any:
+        def loss_fn(a: Any, b: Any) -> Any:
+            out = jnp.tanh(batch @ a) @ b
+            return jnp.mean(out**2), {"rows": out.sum(axis=1), "positive": jnp.sum(out > 0)}
+
+        (loss, aux), grads = jax.value_and_grad(loss_fn, argnums=argnums, has_aux=True)(params["a"], params["b"])
+        found = dict(zip("ab", grads if isinstance(grads, tuple) else (grads, jnp.zeros((5, 4))), strict=True))
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, found), {"loss": loss, **aux}
+
+    assert_as_one_device(train_step, weights, linear_batch(), **plan)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_case_14_value_and_grad_of_nnx(plan: dict[str, Any]) -> None:
+    structure, start = nnx.split(nnx.Sequential(nnx.Linear(6, 5, rngs=nnx.Rngs(0)), nnx.Linear(5, 4, rngs=nnx.Rngs(1))))
+
+    def train_step(state: Any, batch: Any) -> Any:
+        model = nnx.merge(structure, state)
+        loss, grads = nnx.value_and_grad(lambda m: jnp.mean(jnp.tanh(m(batch)) ** 2))(model)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), loss
+
+    assert_as_one_device(train_step, lambda: start, linear_batch(), **plan)
+
+
+def test_case_14_a_function_without_a_gradient() -> None:
+    """It is not planned, and says what to do; beside a planned step it runs on the state as it lies."""
+    with pytest.raises(TraceError, match="no gradient was found") as caught:
+        frontend.trace(lambda params, batch: jnp.mean(batch @ params["a"]), weights(), linear_batch())
+    assert caught.value.gradients == 0
+    graph = frontend.trace(sum_step, weights(), linear_batch())
+    step = runtime.compile(graph, make_plan(graph, stages=2))
+    state = step.place(weights(), linear_batch())
+    forward = step.jit(lambda params, batch: jnp.tanh(batch @ params["a"]) @ params["b"])
+    expected = np.tanh(linear_batch() @ weights()["a"]) @ weights()["b"]
+    np.testing.assert_allclose(forward(state, linear_batch()), expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize("plan", PLANS)

@@ -33,7 +33,7 @@ def graph() -> LayerGraph:
 def test_live_microbatches_are_those_of_the_schedule(graph: LayerGraph, schedule: str) -> None:
     plan = make_plan(graph, stages=4, microbatches=4, schedule=schedule)
     step = runtime.compile(graph, plan)
-    pipeline = step._run
+    pipeline = step.executor
     assert isinstance(pipeline, Pipeline)
     peaks = [0] * 4
 
@@ -59,9 +59,9 @@ def test_nothing_of_a_step_stays_alive(graph: LayerGraph) -> None:
 
 def held_bytes(step: runtime.ParallelStep, stage: int) -> tuple[int, set[tuple[int, ...]]]:
     """Bytes and shapes of what a stage keeps per micro-batch besides its own inputs."""
-    pipeline = step._run
+    pipeline = step.executor
     assert isinstance(pipeline, Pipeline)
-    built = pipeline._programs.stages[stage]
+    built = pipeline.built.stages[stage]
     outs = jax.tree.leaves(built.forward.lowered.out_info)
     kept = [outs[i] for i in built.kept]
     return sum(int(np.prod(o.shape)) * o.dtype.itemsize for o in kept), {tuple(o.shape) for o in kept}

@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import jax
-from jax.sharding import NamedSharding
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
 
 from uniap_jax.core.graph import LayerGraph
 from uniap_jax.core.jax_compat import no_mesh
 from uniap_jax.core.plan import Plan
+from uniap_jax.runtime.evaluate import OnAllDevices
 from uniap_jax.runtime.programs import Program
 from uniap_jax.runtime.state import Placer, fits, gather_leaf
 
@@ -79,6 +81,11 @@ class ParallelStep:
         """The captured step."""
         return self._graph
 
+    @property
+    def executor(self) -> Executor:
+        """What runs the plan."""
+        return self._run
+
     def __call__(self, *args: Any) -> Any:
         """One training step.
 
@@ -121,6 +128,25 @@ class ParallelStep:
         target = device if device is not None else self._homes.device
         return jax.tree.map(lambda leaf: gather_leaf(leaf, target), state)
 
+    def jit(self, function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+        """`jax.jit` for functions of the state that are not the train step: evaluation, inference, averages.
+
+        With one stage a plain `jax.jit` takes the state as well. The state of several stages lives on several
+        sub-meshes, which no one program can take: here its leaves are spread over all devices of the plan first (each
+        holds its share, at one copy between devices per leaf), and kept so until the next step replaces them.
+
+        Args:
+            function: of any arguments; those that are not on some of the devices only are passed as they are.
+            **options: of `jax.jit`.
+
+        Example:
+            >>> evaluate = step.jit(lambda state, batch: loss(state.params, batch))  # doctest: +SKIP
+            >>> evaluate(state, batch)  # doctest: +SKIP
+        """
+        widest_first = sorted(self.in_shardings, key=lambda s: -len(s.device_set))
+        devices = dict.fromkeys(d for s in widest_first for d in s.mesh.devices.flat)
+        return OnAllDevices(function, Mesh(np.asarray(list(devices), dtype=object), ("all",)), options)
+
     def abstract_state(self) -> Any:
         """The state as `jax.ShapeDtypeStruct`s with shardings, for checkpoints."""
         shapes = [
@@ -128,6 +154,13 @@ class ParallelStep:
             for v, s in zip(self._graph.step.state, self.in_shardings, strict=True)
         ]
         return self._graph.step.state_result(shapes)
+
+    def shardings(self) -> Any:
+        """`NamedSharding` of every state leaf, in the user's structure: for `jax.jit`, `jax.device_put` and orbax.
+
+        With several stages the leaves of different stages lie on different devices, which one plain `jax.jit` refuses.
+        """
+        return self._graph.step.state_result(list(self.in_shardings))
 
     @property
     def in_shardings(self) -> tuple[NamedSharding, ...]:

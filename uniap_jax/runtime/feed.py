@@ -115,9 +115,8 @@ class Feeder:
         self._leaves = [
             [graph.operands[o].leaf for o in spec.operands if graph.operands[o].kind == "batch"] for spec in specs
         ]
-        self._shardings = [
-            [operand_sharding(layout, s.stage, o) for o in s.operands if graph.operands[o].kind == "batch"]
-            for s in specs
+        self._targets = [
+            operand_sharding(layout, s.stage, o) for s in specs for o in s.operands if graph.operands[o].kind == "batch"
         ]
         self._index = [
             [jax.device_put(np.int32(i), layout.on(s.stage)) for i in range(c)]
@@ -133,11 +132,22 @@ class Feeder:
             return [[leaf] for leaf in batch]
         return [_pieces(leaf, self._count) for leaf in batch]
 
-    def operands(self, pieces: Sequence[Sequence[Any]], stage: int, microbatch: int, state: Sequence[Any]) -> list[Any]:
-        """Operands of a stage for one micro-batch, in the stage's order; `state` are those that `Begin` made."""
-        mine = [pieces[leaf][microbatch] for leaf in self._leaves[stage]]
-        placed = iter(jax.device_put(mine, self._shardings[stage]) if mine else [])
-        made = iter(state)
+    def place(self, pieces: Sequence[Sequence[Any]], microbatch: int) -> list[list[Any]]:
+        """Per stage its rows of one micro-batch, in one call."""
+        rows = [pieces[leaf][microbatch] for leaves in self._leaves for leaf in leaves]
+        placed = iter(jax.device_put(rows, self._targets) if rows else [])
+        return [[next(placed) for _ in leaves] for leaves in self._leaves]
+
+    def operands(self, rows: Sequence[Any], stage: int, microbatch: int, state: Sequence[Any]) -> list[Any]:
+        """Operands of a stage for one micro-batch, in the stage's order.
+
+        Args:
+            rows: of the batch, from `place`.
+            stage: which.
+            microbatch: its number.
+            state: those that `Begin` made.
+        """
+        placed, made = iter(rows), iter(state)
         return [
             next(made) if kind == "state" else next(placed) if kind == "batch" else self._index[stage][microbatch]
             for kind in self._order[stage]

@@ -7,22 +7,26 @@ more use for them, so that what is live on a stage is what the schedule says is 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from uniap_jax.core.schedule import FORWARD, Schedule, make_schedule
+from uniap_jax.core.schedule import BACKWARD, FORWARD, Schedule, make_schedule
 from uniap_jax.runtime.feed import Begin, Feeder, Leaves, Shared
 from uniap_jax.runtime.homes import REPLICATED, Layout
 from uniap_jax.runtime.loss import accumulator_dtype, combine
 from uniap_jax.runtime.programs import Program, build, shape_of
 from uniap_jax.runtime.stage_programs import build_backward, build_forward, result_shardings
 from uniap_jax.runtime.stages import StageSpec, stage_specs
-from uniap_jax.runtime.transfer import Move
+from uniap_jax.runtime.stopwatch import Stopwatch
+from uniap_jax.runtime.transfer import Move, Outbox
 from uniap_jax.runtime.update import Update
 from uniap_jax.runtime.update_split import Piece, split_update
 
@@ -47,6 +51,23 @@ class _Live:
     returned: dict[int, dict[int, list[Any]]] = field(default_factory=dict)
     kept: dict[int, tuple[list[Any], list[Any]]] = field(default_factory=dict)
     results: list[list[Any]] = field(default_factory=list)
+
+
+class _Fed:
+    """Rows of the batch on the stages that read them; a micro-batch's go to all stages in one call."""
+
+    __slots__ = ("_feeder", "_pieces", "_placed")
+
+    def __init__(self, feeder: Feeder, batch: Sequence[Any]) -> None:
+        self._feeder, self._pieces = feeder, feeder.split(batch)
+        self._placed: dict[int, list[list[Any]]] = {}
+
+    def take(self, stage: int, microbatch: int) -> list[Any]:
+        """A stage's rows, held here no longer."""
+        if microbatch not in self._placed:
+            self._placed[microbatch] = self._feeder.place(self._pieces, microbatch)
+        rows, self._placed[microbatch][stage] = self._placed[microbatch][stage], []
+        return rows
 
 
 class Programs:
@@ -147,7 +168,7 @@ def _build_combine(layout: Layout, spec: StageSpec, pool: Executor | None) -> Pr
     how = [graph.reductions[k] for k in spec.results]
 
     def whole(pieces: list[list[Any]]) -> list[Any]:
-        return [combine(jax.numpy.stack(p), h, v.batch_dim) for p, h, v in zip(pieces, how, values, strict=True)]
+        return [combine(jnp.stack(p), h, v.batch_dim) for p, h, v in zip(pieces, how, values, strict=True)]
 
     shapes = [[shape_of(v, s)] * c for v, s in zip(values, result_shardings(layout, spec), strict=True)]
     return build(
@@ -158,6 +179,12 @@ def _build_combine(layout: Layout, spec: StageSpec, pool: Executor | None) -> Pr
         outputs=_whole_shardings(layout, spec),
         pool=pool,
     )
+
+
+def _unshared(made: tuple[Sequence[Any], Sequence[Any]]) -> Any:
+    """An output of a task that no later program takes over; of the accumulators, which one does, a copy."""
+    own, taken = made
+    return own[0] if own else jnp.copy(min(taken, key=lambda x: x.size))
 
 
 class Pipeline:
@@ -178,36 +205,51 @@ class Pipeline:
         self._order = self.schedule.order
         self._pieces = split_update(layout.graph, plan, layout.update, layout.params, layout.leaves)
         self._built: Programs | None = None
+        self._outbox = Outbox()
+        self.build_s = 0.0
         self.watch: Callable[[int, Any, int], None] | None = None
+        self.observe: Callable[[], Stopwatch | None] = lambda: None
 
     @property
-    def _programs(self) -> Programs:
+    def is_built(self) -> bool:
+        """Whether the programs have been compiled."""
+        return self._built is not None
+
+    @property
+    def built(self) -> Programs:
+        """Every program by its role, compiled at the first use."""
         if self._built is None:
+            started = time.perf_counter()
             workers = min(os.cpu_count() or 1, 2 * self._layout.plan.num_stages)
             with ThreadPoolExecutor(workers, thread_name_prefix="uniap_compile") as pool:
                 self._built = Programs(self._layout, self._pieces, self._donated, pool)
+            self.build_s = time.perf_counter() - started
         return self._built
 
     @property
     def programs(self) -> tuple[Program, ...]:
         """Every program, compiled at the first use."""
-        return self._programs.all
+        return self.built.all
 
     def __call__(self, state: Sequence[Any], batch: Sequence[Any]) -> list[Any]:
         """Flat outputs of the step from placed state leaves and any batch leaves."""
-        programs = self._programs
+        programs = self.built
         live = self._start(programs, state)
-        pieces = programs.feeder.split(batch)
+        fed = _Fed(programs.feeder, batch)
+        self._outbox, stopwatch = Outbox(), self.observe()
         for stage, task in self._order:
-            if task.kind == FORWARD:
-                self._forward(programs, live, stage, task.microbatch, pieces)
-            else:
-                self._backward(programs, live, stage, task.microbatch)
+            self._outbox.deliver_for((stage, task.kind, task.microbatch))
+            run = self._forward if task.kind == FORWARD else self._backward
+            made = run(programs, live, stage, task.microbatch, fed)
+            if stopwatch is not None:
+                stopwatch(stage, task, _unshared(made))
             if self.watch is not None:
                 self.watch(stage, task, len(live[stage].kept))
+        if stopwatch is not None:
+            stopwatch.finish()
         results = self._results(programs, live)
         grads = self._grads(programs, live)
-        del live, pieces
+        del live, fed
         return programs.update(state, batch, results, grads)
 
     def _start(self, programs: Programs, state: Sequence[Any]) -> list[_Live]:
@@ -229,38 +271,35 @@ class Pipeline:
             for s, begin, arrays in zip(programs.stages, programs.begin, begun, strict=True)
         ]
 
-    def _forward(self, programs: Programs, live: list[_Live], stage: int, m: int, pieces: list[list[Any]]) -> None:
+    def _forward(self, programs: Programs, live: list[_Live], stage: int, m: int, fed: _Fed) -> tuple[Any, Any]:
         here, built = live[stage], programs.stages[stage]
         spec = built.spec
         arrived = here.arrived.pop(m, {})
-        operands = programs.feeder.operands(pieces, stage, m, here.state)
+        operands = programs.feeder.operands(fed.take(stage, m), stage, m, here.state)
         inputs = [*here.params, *operands, *(arrived[v] for v in spec.reads)]
         made = built.forward(inputs)
         here.kept[m] = ([inputs[i] for i in built.needs], [made[i] for i in built.kept])
         first = len(spec.writes)
         for held, piece in zip(here.results, made[first : first + len(spec.results)], strict=True):
             held.append(piece)
-        self._send(live, spec, made, m)
+        for value, array, readers in zip(spec.writes, made, spec.readers, strict=False):
+            for target, sharding in readers:
+                slot = live[target].arrived.setdefault(m, {})
+                self._outbox.post((target, FORWARD, m), array, sharding, partial(slot.__setitem__, value))
+        return made, ()
 
-    def _send(self, live: list[_Live], spec: StageSpec, made: Sequence[Any], m: int) -> None:
-        """Values to the stages that read them, in one call."""
-        ways = [(v, i, t, s) for i, (v, to) in enumerate(zip(spec.writes, spec.readers, strict=True)) for t, s in to]
-        if ways:
-            sent = jax.device_put([made[i] for _, i, _, _ in ways], [s for _, _, _, s in ways])
-            for (value, _, target, _), array in zip(ways, sent, strict=True):
-                live[target].arrived.setdefault(m, {})[value] = array
-
-    def _backward(self, programs: Programs, live: list[_Live], stage: int, m: int) -> None:
+    def _backward(self, programs: Programs, live: list[_Live], stage: int, m: int, _: _Fed) -> tuple[Any, Any]:
         here, built = live[stage], programs.stages[stage]
         spec = built.spec
         inputs, held = here.kept.pop(m)
         back = here.returned.pop(m, {})
         totals, wanted = built.backward(inputs, held, [back[v] for v in spec.active], here.totals)
         here.totals = totals
-        if spec.wanted:
-            sent = jax.device_put(wanted, [programs.origin[v] for v in spec.wanted])
-            for value, array in zip(spec.wanted, sent, strict=True):
-                live[programs.writer[value]].returned.setdefault(m, {}).setdefault(value, []).append(array)
+        for value, array in zip(spec.wanted, wanted, strict=True):
+            target = programs.writer[value]
+            slot = live[target].returned.setdefault(m, {}).setdefault(value, [])
+            self._outbox.post((target, BACKWARD, m), array, programs.origin[value], slot.append)
+        return wanted, totals
 
     def _results(self, programs: Programs, live: list[_Live]) -> list[Any]:
         results: dict[int, Any] = {}

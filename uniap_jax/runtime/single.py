@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -12,9 +13,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from uniap_jax.core.jax_compat import ClosedJaxpr
 from uniap_jax.core.jaxprs import open_jaxpr
+from uniap_jax.core.schedule import BACKWARD, FORWARD, Task
 from uniap_jax.runtime.homes import REPLICATED, Layout
 from uniap_jax.runtime.loss import accumulator_dtype, combine, gradient_weight, run_layers
 from uniap_jax.runtime.programs import Program, build, constrain, shape_of
+from uniap_jax.runtime.stopwatch import Stopwatch
 
 
 def batch_shardings(layout: Layout) -> tuple[NamedSharding, ...]:
@@ -42,19 +45,40 @@ class SingleStage:
         self._donated = tuple(donated)
         self._kept = tuple(i for i in range(len(layout.graph.step.state)) if i not in set(donated))
         self._program: Program | None = None
+        self.build_s = 0.0
+        self.observe: Callable[[], Stopwatch | None] = lambda: None
+
+    @property
+    def is_built(self) -> bool:
+        """Whether the program has been compiled."""
+        return self._program is not None
 
     @property
     def programs(self) -> tuple[Program, ...]:
         """The one program, compiled at its first use."""
         if self._program is None:
+            started = time.perf_counter()
             self._program = self._build()
+            self.build_s = time.perf_counter() - started
         return (self._program,)
 
     def __call__(self, state: Sequence[Any], batch: Sequence[Any]) -> list[Any]:
         """Flat outputs of the step from placed leaves."""
         (program,) = self.programs
+        stopwatch = self.observe()
         outputs: list[Any] = program([state[i] for i in self._donated], [state[i] for i in self._kept], list(batch))
+        if stopwatch is not None:
+            self._time(stopwatch, outputs)
         return outputs
+
+    def _time(self, stopwatch: Stopwatch, outputs: Sequence[Any]) -> None:
+        """The whole step counts as the backward of one micro-batch; its forward takes no time."""
+        returned = {i for i, leaf in enumerate(self._layout.graph.step.output_leaf) if leaf is not None}
+        own = [x for i, x in enumerate(outputs) if i not in returned]
+        ready = own[0] if own else jnp.copy(min(outputs, key=lambda x: x.size))
+        for kind in (FORWARD, BACKWARD):
+            stopwatch(0, Task(kind=kind, microbatch=0), ready)
+        stopwatch.finish()
 
     def _build(self) -> Program:
         layout = self._layout

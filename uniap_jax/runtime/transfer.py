@@ -7,7 +7,7 @@ otherwise it gathers the array on the host and waits for it. So both sides agree
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -108,6 +108,39 @@ class Move:
     def __call__(self, array: Any) -> Any:
         """The array on the target's devices."""
         return jax.device_put(self.program(array) if self.program is not None else array, self.arrives)
+
+
+class Outbox:
+    """Arrays on their way between stages.
+
+    Queueing a copy costs the host about as much as queueing a program, most of it per call. So what is sent waits
+    here until a receiver is about to be issued, and then everything that waits leaves in one call. The devices are
+    behind the host all the time: nothing moves later for it.
+    """
+
+    __slots__ = ("_arrays", "_hands", "_receivers", "_targets")
+
+    def __init__(self) -> None:
+        self._arrays: list[Any] = []
+        self._targets: list[NamedSharding] = []
+        self._hands: list[Callable[[Any], None]] = []
+        self._receivers: set[Hashable] = set()
+
+    def post(self, receiver: Hashable, array: Any, target: NamedSharding, hand: Callable[[Any], None]) -> None:
+        """Leaves an array for a receiver; `hand` is called with it once it is on its way."""
+        self._arrays.append(array)
+        self._targets.append(target)
+        self._hands.append(hand)
+        self._receivers.add(receiver)
+
+    def deliver_for(self, receiver: Hashable) -> None:
+        """Sends all that waits, where something of it is for this receiver."""
+        if receiver not in self._receivers:
+            return
+        sent = jax.device_put(self._arrays, self._targets)
+        for hand, array in zip(self._hands, sent, strict=True):
+            hand(array)
+        self._arrays, self._targets, self._hands, self._receivers = [], [], [], set()
 
 
 def view(array: Any, sharding: NamedSharding) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 from uniap_jax.core.jax_compat import Var
 from uniap_jax.runtime.feed import Leaves
 from uniap_jax.runtime.homes import Layout
-from uniap_jax.runtime.programs import Program, as_function, aval_shape, build, shape_of
+from uniap_jax.runtime.programs import Program, as_function, aval_shape, build, is_key, shape_of
 from uniap_jax.runtime.update_split import JOIN, Piece
 
 SMALL_METRIC_BYTES = 2**20
@@ -30,16 +30,48 @@ class _Ready:
     Attributes:
         piece: what it computes.
         stage: whose devices run it.
-        program: `(donated leaves, other inputs) -> outputs`.
+        program: `(donated leaves, parcels, other inputs) -> (*parcels, *step outputs)`.
         donated: leaves whose buffers the outputs take.
+        parcels: that come in from other pieces.
         inputs: variables of the other inputs.
+        sends: parcels that go out.
     """
 
     piece: Piece
     stage: int
     program: Program
     donated: tuple[Var, ...]
+    parcels: tuple[Parcel, ...]
     inputs: tuple[Var, ...]
+    sends: tuple[Parcel, ...]
+
+
+Parcel = tuple[Var, ...]
+"""Variables that travel as one array: scalars of one type stacked, anything else alone."""
+
+
+def _parcels(sent: Sequence[Var]) -> list[Parcel]:
+    groups: dict[Any, list[Var]] = {}
+    for var in sent:
+        shape = aval_shape(var)
+        alone = bool(shape.shape) or is_key(shape.dtype)
+        groups.setdefault(var if alone else shape.dtype, []).append(var)
+    return [tuple(g) for g in groups.values()]
+
+
+def _packed(parcel: Parcel, known: Mapping[Var, Any]) -> Any:
+    return known[parcel[0]] if len(parcel) == 1 else jnp.stack([known[v] for v in parcel])
+
+
+def _unpacked(parcel: Parcel, array: Any) -> dict[Var, Any]:
+    return {parcel[0]: array} if len(parcel) == 1 else {v: array[i] for i, v in enumerate(parcel)}
+
+
+def _parcel_shape(parcel: Parcel, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    shape = aval_shape(parcel[0], sharding)
+    if len(parcel) == 1:
+        return shape
+    return jax.ShapeDtypeStruct((len(parcel), *shape.shape), shape.dtype, sharding=sharding)
 
 
 class Update:
@@ -68,9 +100,13 @@ class Update:
         self._layout, self._leaves = layout, leaves
         self._results, self._grads = tuple(results), tuple(tuple(g) for g in grads)
         self._sources = layout.update.sources
-        self._sent = {var for piece in pieces for var in piece.outputs[: piece.sent]}
+        self._sends = [_parcels(piece.outputs[: piece.sent]) for piece in pieces]
+        self._carrier = {var: parcel for parcels in self._sends for parcel in parcels for var in parcel}
         last = pieces[-1].phase if pieces else 0
-        self._ready = [self._build(p, frozenset(donated) if p.phase == last else frozenset(), pool) for p in pieces]
+        self._ready = [
+            self._build(p, sends, frozenset(donated) if p.phase == last else frozenset(), pool)
+            for p, sends in zip(pieces, self._sends, strict=True)
+        ]
         self._targets = self._output_targets()
 
     @property
@@ -80,42 +116,62 @@ class Update:
 
     # ---- building ------------------------------------------------------------------------------------------------
 
-    def _build(self, piece: Piece, donated: frozenset[int], pool: Executor | None) -> _Ready:
+    def _build(self, piece: Piece, sends: Sequence[Parcel], donated: frozenset[int], pool: Executor | None) -> _Ready:
         layout, flow = self._layout, self._layout.update
         stage = JOIN_STAGE if piece.place == JOIN else piece.place
-        replaced = {layout.graph.step.output_leaf[p] for p in piece.positions}
-        given: list[Var] = []
-        for var in piece.inputs:
-            kind, i = flow.sources.get(var, ("", 0))
-            if kind == "state" and i in donated and i in replaced and layout.leaves[i].stage == piece.place:
-                given.append(var)
-        rest = [v for v in piece.inputs if v not in given and v not in flow.consts]
+        given = self._given(piece, donated)
         order = [v for v in piece.inputs if v not in flow.consts]
+        brought = [v for v in order if v in self._carrier and (piece.place == JOIN or v not in self._sources)]
+        parcels = list(dict.fromkeys(self._carrier[v] for v in brought))
+        rest = [v for v in order if v not in given and v not in brought]
         run = as_function(piece.jaxpr, piece.inputs, flow.consts)
 
-        def function(donated_leaves: list[Any], others: list[Any]) -> list[Any]:
+        def function(donated_leaves: list[Any], arrived: list[Any], others: list[Any]) -> list[Any]:
             known = dict(zip(given, donated_leaves, strict=True))
+            for parcel, array in zip(parcels, arrived, strict=True):
+                known.update(_unpacked(parcel, array))
             known.update({v: self._summed(v, x) for v, x in zip(rest, others, strict=True)})
-            return run(*(known[v] for v in order))
+            made = run(*(known[v] for v in order))
+            sent = dict(zip(piece.outputs[: piece.sent], made, strict=False))
+            return [*(_packed(p, sent) for p in sends), *made[piece.sent :]]
 
-        outputs = [layout.on(stage)] * piece.sent + [self._output_sharding(p, stage) for p in piece.positions]
+        outputs = [layout.on(stage)] * len(sends) + [self._output_sharding(p, stage) for p in piece.positions]
         name = f"update_{piece.phase}_{'join' if piece.place == JOIN else f'stage_{stage}'}"
+        shapes = [[self._shape(v, stage) for v in given], [_parcel_shape(p, layout.on(stage)) for p in parcels]]
         program = build(
             name,
             function,
-            [[self._shape(v, piece.place) for v in given], [self._shape(v, piece.place) for v in rest]],
+            [*shapes, [self._shape(v, stage) for v in rest]],
             mesh=layout.meshes[stage],
             outputs=outputs,
             donate=(0,) if given else (),
             pool=pool,
         )
-        return _Ready(piece=piece, stage=stage, program=program, donated=tuple(given), inputs=tuple(rest))
+        return _Ready(
+            piece=piece,
+            stage=stage,
+            program=program,
+            donated=tuple(given),
+            parcels=tuple(parcels),
+            inputs=tuple(rest),
+            sends=tuple(sends),
+        )
 
-    def _shape(self, var: Var, place: int) -> Any:
-        layout, stage = self._layout, JOIN_STAGE if place == JOIN else place
-        kind, i = self._sources.get(var, ("sent", 0))
-        if kind == "sent" or (place == JOIN and var in self._sent):
-            return aval_shape(var, layout.on(stage))
+    def _given(self, piece: Piece, donated: frozenset[int]) -> list[Var]:
+        """Leaves among a piece's inputs whose buffers its outputs take."""
+        step = self._layout.graph.step
+        replaced = {step.output_leaf[p] for p in piece.positions}
+        found: list[Var] = []
+        for var in piece.inputs:
+            kind, i = self._sources.get(var, ("", 0))
+            at_home = kind == "state" and self._layout.leaves[i].stage == piece.place
+            if at_home and i in donated and i in replaced:
+                found.append(var)
+        return found
+
+    def _shape(self, var: Var, stage: int) -> Any:
+        layout = self._layout
+        kind, i = self._sources[var]
         if kind == "state":
             return self._leaves.shape(i, stage)
         if kind == "batch":
@@ -169,18 +225,15 @@ class Update:
             results: of the whole batch, each on the stage that computed it.
             grads: per parameter its parts, all at home.
         """
-        sent: dict[Var, Any] = {}
+        sent: dict[Parcel, Any] = {}
         outputs: list[Any] = [None] * len(self._layout.graph.step.outputs)
         for ready in self._ready:
             given = [state[self._sources[v][1]] for v in ready.donated]
-            moved = self._moved(ready, sent)
-            others = [
-                moved[v] if v in moved else self._fetch(v, ready.stage, state, batch, results, grads)
-                for v in ready.inputs
-            ]
-            made = ready.program(given, others)
-            sent.update(zip(ready.piece.outputs[: ready.piece.sent], made, strict=False))
-            for position, array in zip(ready.piece.positions, made[ready.piece.sent :], strict=True):
+            arrived = self._brought(ready, sent)
+            others = [self._fetch(v, ready.stage, state, batch, results, grads) for v in ready.inputs]
+            made = ready.program(given, arrived, others)
+            sent.update(zip(ready.sends, made, strict=False))
+            for position, array in zip(ready.piece.positions, made[len(ready.sends) :], strict=True):
                 outputs[position] = array
         away = list(self._targets)
         arrays = jax.device_put([outputs[p] for p in away], [self._targets[p] for p in away]) if away else []
@@ -188,14 +241,13 @@ class Update:
             outputs[position] = array
         return outputs
 
-    def _moved(self, ready: _Ready, sent: dict[Var, Any]) -> dict[Var, Any]:
+    def _brought(self, ready: _Ready, sent: Mapping[Parcel, Any]) -> list[Any]:
         """What other pieces computed for this one, on its devices, in one call."""
-        joins = ready.piece.place == JOIN
-        wanted = [v for v in ready.inputs if v in sent and (joins or v not in self._sources)]
-        if not wanted:
-            return {}
+        if not ready.parcels:
+            return []
         target = self._layout.on(ready.stage)
-        return dict(zip(wanted, jax.device_put([sent[v] for v in wanted], [target] * len(wanted)), strict=True))
+        arrived: list[Any] = jax.device_put([sent[p] for p in ready.parcels], [target] * len(ready.parcels))
+        return arrived
 
     def _fetch(
         self,

@@ -20,9 +20,12 @@ from uniap_jax.core.plan import Plan
 from uniap_jax.core.profile import Profile
 from uniap_jax.core.serialize import load, save
 from uniap_jax.core.strategy import Strategy, parse_strategy
+from uniap_jax.frontend.axes import bound_axis
 from uniap_jax.frontend.capture import value_and_grad
 from uniap_jax.planner import Pinning
 from uniap_jax.runtime import ParallelStep
+from uniap_jax.runtime.monitor import Monitor, replanner
+from uniap_jax.runtime.verify import warn
 
 __all__ = [
     "Parallelized",
@@ -117,6 +120,7 @@ class Options:
     profile: Profile | None
     batch_argnums: tuple[int, ...]
     donate: bool
+    verify: bool
     static_argnums: tuple[int, ...]
     axis_name: str | None
     num_stages: int | Literal["auto"]
@@ -143,7 +147,7 @@ class Parallelized:
 
     def __init__(self, train_step: Callable[..., Any], options: Options) -> None:
         functools.update_wrapper(self, train_step)
-        self._step = _bound_axis(train_step, options.axis_name)
+        self._step = bound_axis(train_step, options.axis_name)
         self._options = options
         self._planned: list[ParallelStep] = []
 
@@ -204,6 +208,24 @@ class Parallelized:
             return self._for((shape, batch)).init(create_state, *args)
         return self._only.init(create_state, *args)
 
+    def monitor(self, **options: Any) -> Monitor:
+        """Follows the stages of the step in force from now on; see `uniap_jax.runtime.monitor.Monitor`.
+
+        Args:
+            **options: `every`, `window`, `threshold` of the monitor.
+        """
+        graph, chosen = self._only.graph, self._options
+        return Monitor(
+            self._only,
+            replan=replanner(lambda: price_graph(graph, chosen), lambda model: solve_for(model, chosen)),
+            compile=lambda plan: plan_graph(graph, plan, chosen),
+            adopt=self._adopt,
+            **options,
+        )
+
+    def _adopt(self, step: ParallelStep) -> None:
+        self._planned = [step if p.graph is step.graph else p for p in self._planned]
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
@@ -218,19 +240,6 @@ def _fits(planned: ParallelStep, args: tuple[Any, ...]) -> bool:
     return True
 
 
-def _bound_axis(train_step: Callable[..., Any], axis_name: str | None) -> Callable[..., Any]:
-    """A step written for `pmap`, with its axis bound to the whole batch."""
-    if axis_name is None:
-        return train_step
-
-    @functools.wraps(train_step)
-    def whole_batch(*args: Any) -> Any:
-        mapped = jax.vmap(train_step, in_axes=None, out_axes=0, axis_name=axis_name, axis_size=1)
-        return jax.tree.map(lambda x: x[0], mapped(*args))
-
-    return whole_batch
-
-
 def plan_graph(graph: LayerGraph, plan: Plan | None, options: Options) -> ParallelStep:
     """Compiles a plan for a traced step, found first where there is none."""
     for note in graph.notes:
@@ -238,12 +247,20 @@ def plan_graph(graph: LayerGraph, plan: Plan | None, options: Options) -> Parall
     started = time.perf_counter()
     plan = plan or find_plan(graph, options)
     log.info("planned in %.1f s", time.perf_counter() - started)
-    return compile_plan(graph, plan, options.cluster, devices=options.devices, donate=options.donate)
+    step = compile_plan(graph, plan, options.cluster, devices=options.devices, donate=options.donate)
+    if options.verify:
+        warn(step)
+    return step
 
 
 def find_plan(graph: LayerGraph, options: Options) -> Plan:
     """Profile, estimate and solve for a traced step."""
-    cluster = options.cluster or local_cluster(options.devices, memory_limit=options.memory_limit)
+    return solve_for(price_graph(graph, options), options)
+
+
+def price_graph(graph: LayerGraph, options: Options) -> CostModel:
+    """Profile and estimate for a traced step."""
+    cluster = _cluster_of(options)
     measured = options.profile
     if measured is None and options.source == "measured":
         measured = profile(
@@ -256,13 +273,18 @@ def find_plan(graph: LayerGraph, options: Options) -> Plan:
             cache_dir=options.cache_dir,
             progress=options.progress,
         )
+    return estimate(graph, cluster, measured)
+
+
+def solve_for(model: CostModel, options: Options) -> Plan:
+    """The best plan under the options."""
     return solve(
-        estimate(graph, cluster, measured),
+        model,
         time_limit_s=options.time_limit_s,
         num_stages=options.num_stages,
         num_microbatches=options.num_microbatches,
         schedule=options.schedule,
-        executor=_possible_executor(options),
+        executor=possible_executor(options.executor, _cluster_of(options)),
         strategy=options.strategy,
         pin=options.pin,
         top_k=options.top_k,
@@ -270,11 +292,13 @@ def find_plan(graph: LayerGraph, options: Options) -> Plan:
     )
 
 
-def _possible_executor(options: Options) -> str:
-    """Over several processes stages of their own programs cannot hand arrays to each other, one program's can."""
-    devices = jax.devices() if options.devices is None else options.devices
-    several = len({d.process_index for d in devices}) > 1
-    return "program" if several and options.executor == "auto" else options.executor
+def _cluster_of(options: Options) -> Cluster:
+    return options.cluster or local_cluster(options.devices, memory_limit=options.memory_limit)
+
+
+def possible_executor(executor: str, cluster: Cluster) -> str:
+    """Over several hosts stages of their own programs cannot hand arrays to each other, one program's can."""
+    return "program" if executor == "auto" and cluster.num_hosts > 1 else executor
 
 
 def parallelize(
@@ -286,6 +310,7 @@ def parallelize(
     profile: Profile | None = None,
     batch_argnums: int | Sequence[int] = (1,),
     donate_argnums: int | Sequence[int] = (0,),
+    verify: bool = False,
     static_argnums: int | Sequence[int] = (),
     axis_name: str | None = None,
     num_stages: int | Literal["auto"] = "auto",
@@ -315,6 +340,8 @@ def parallelize(
         profile: a profile made before.
         batch_argnums: arguments whose leaves have the global batch as leading dimension.
         donate_argnums: arguments whose buffers are given up; () keeps them.
+        verify: compile at once and warn of everything in the programs that is not as planned: layouts, collectives,
+            peak memory, reshardings through full copies, each with its layer and source line.
         static_argnums: arguments handed to the step as they are, hashable or not.
         axis_name: of a step written for `pmap`: bound to the whole batch.
         num_stages: pipeline stages, or "auto".
@@ -351,6 +378,7 @@ def parallelize(
         profile=profile,
         batch_argnums=numbers(batch_argnums),
         donate=bool(numbers(donate_argnums)),
+        verify=verify,
         static_argnums=numbers(static_argnums),
         axis_name=axis_name,
         num_stages=num_stages,

@@ -12,10 +12,10 @@ from typing import Any
 import jax
 
 import uniap_jax as uniap
+from uniap_jax.api import possible_executor
 from uniap_jax.cli.output import CHECK_FAILED, NO_PLAN_IN_TIME, NOTHING_FITS, OK, Output, UsageError, say
 from uniap_jax.cli.progress import profiling_bar, search_bar
 from uniap_jax.cli.steps import load_build
-from uniap_jax.cli.verify import verify
 from uniap_jax.core.absent import absent_devices
 from uniap_jax.core.cluster import Cluster, local_cluster
 from uniap_jax.core.errors import OptionError
@@ -29,6 +29,7 @@ from uniap_jax.core.topology import load_cluster
 from uniap_jax.report import table
 from uniap_jax.report.facts import print_check, print_facts, print_profile, print_verify
 from uniap_jax.report.scalars import write_scalars
+from uniap_jax.runtime.verify import verify
 
 BUDGETS_S = {"measured": 120.0, "compiled": 480.0, "described": 120.0}
 
@@ -99,8 +100,9 @@ def plan(options: Namespace, output: Output) -> int:
     facts = plan_facts(found)
     output.people(lambda stream: table.print_plan(found, stream))
     if options.verify:
-        devices = absent_devices(cluster, found.num_stages) if options.topology else None
-        facts["verify"] = verify(uniap.compile_plan(graph, found, cluster, devices=devices))
+        parts = 1 if found.executor == "program" else found.num_stages
+        devices = absent_devices(cluster, parts) if options.topology else None
+        facts["verify"] = verify(uniap.compile_plan(graph, found, cluster, devices=devices)).to_dict()
         output.people(lambda stream: print_verify(facts["verify"], stream))
     output.result(facts)
     return OK
@@ -284,8 +286,9 @@ def _layer_pins(pairs: Sequence[tuple[str, str]]) -> dict[str, str]:
 
 def _plan(options: Namespace, graph: LayerGraph, cluster: Cluster, *, top_k: int = 1) -> Plan:
     costs = uniap.estimate(graph, cluster, _profile(options, graph, cluster))
+    pins = {**_pins(options), "executor": possible_executor(options.executor, cluster)}
     with search_bar() as progress:
-        return uniap.solve(costs, time_limit_s=options.time_limit, progress=progress, top_k=top_k, **_pins(options))
+        return uniap.solve(costs, time_limit_s=options.time_limit, progress=progress, top_k=top_k, **pins)
 
 
 def _load(path: str) -> Plan:

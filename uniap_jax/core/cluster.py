@@ -69,6 +69,7 @@ def _local_cpu(devices: list[Any], host_devices: int, memory_limit: str | int) -
         memory_efficiency=1.0,
         op_overhead_s=5e-6 * max(1.0, 1 / share),
         dispatch_s=2e-4 * max(1.0, len(devices) / 8),
+        num_hosts=len({d.process_index for d in devices}),
         devices_per_host_cores=max(1, round(host_devices / cores)),
         source=f"this host: {cores} cores, {total} bytes, shared by {host_devices} CPU devices; rates assumed",
     )

@@ -92,6 +92,7 @@ class Cluster:
             take turns.
         op_overhead_s: of one operation, whatever its size.
         dispatch_s: host time to start one program on a stage.
+        num_hosts: hosts the devices are spread over; on several, each runs a process of its own.
         devices_per_host_cores: virtual CPU devices that take turns on the same cores; 1 where each has its own.
         source: where the numbers come from, with date.
         notes: one sentence each.
@@ -112,6 +113,7 @@ class Cluster:
     overlap_slowdown: float = 2.0
     op_overhead_s: float = 3e-6
     dispatch_s: float = 1e-4
+    num_hosts: int = 1
     devices_per_host_cores: int = 1
     source: str = ""
     notes: tuple[str, ...] = field(default=())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from uniap_jax.core.errors import ProfileError
 from uniap_jax.core.machine import Cluster, Link
 
 MAX_FILE_BYTES = 1 << 20
+CHIPS_PER_HOST = 4
+"""Of a TPU slice over several hosts."""
 
 
 class _Level(msgspec.Struct, forbid_unknown_fields=True):
@@ -171,7 +174,7 @@ def _node_cluster(device: _Device, sizes: tuple[int, ...], memory_limit: str | i
         )
         if size >= total:
             break
-    return _cluster(device, total, tuple(links), "x".join(map(str, sizes)), share, memory_limit)
+    return _cluster(device, total, tuple(links), "x".join(map(str, sizes)), share, memory_limit, hosts=nodes)
 
 
 def _torus_cluster(device: _Device, sizes: tuple[int, ...], memory_limit: str | int) -> Cluster:
@@ -206,11 +209,26 @@ def _torus_cluster(device: _Device, sizes: tuple[int, ...], memory_limit: str | 
         )
     if not links:
         links = [Link(name="none", size=1, bandwidth_bytes_per_s=1e9, uplink_bytes_per_s=1e9, latency_s=0.0)]
-    return _cluster(device, total, tuple(links), "x".join(map(str, sizes)), 1.0, memory_limit)
+    return _cluster(
+        device, total, tuple(links), "x".join(map(str, sizes)), 1.0, memory_limit, hosts=_hosts(device, total)
+    )
+
+
+def _hosts(device: _Device, total: int) -> int:
+    """Hosts of a slice of TPUs: one where it is small enough, else one for every four chips."""
+    chips = device.torus.chip_devices if device.torus else 1
+    return 1 if total <= device.node_devices else max(1, total // (CHIPS_PER_HOST * chips))
 
 
 def _cluster(
-    device: _Device, total: int, links: tuple[Link, ...], shape: str, share: float, memory_limit: str | int
+    device: _Device,
+    total: int,
+    links: tuple[Link, ...],
+    shape: str,
+    share: float,
+    memory_limit: str | int,
+    *,
+    hosts: int,
 ) -> Cluster:
     source = "; ".join(f"{s.what}: {s.title} ({s.date})" for s in device.sources)
     return Cluster(
@@ -229,6 +247,7 @@ def _cluster(
         overlap_slowdown=device.overlap_slowdown,
         op_overhead_s=device.op_overhead_s,
         dispatch_s=device.dispatch_s,
+        num_hosts=hosts,
         devices_per_host_cores=round(1 / share) if device.shared_host else 1,
         source=source,
         notes=tuple(device.notes) + ((device.judgement,) if device.judgement else ()),
@@ -260,4 +279,4 @@ def describe_devices(devices: list[Any], *, memory_limit: str | int) -> Cluster:
     if "bytes_limit" in stats:
         device.memory_bytes = int(stats["bytes_limit"])
     make = _torus_cluster if device.torus else _node_cluster
-    return make(device, shape, memory_limit)
+    return replace(make(device, shape, memory_limit), num_hosts=hosts)

@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 
-from uniap_jax.core.plan import Certificate, LayerPlan, Plan, Prediction
-from uniap_jax.core.plan_text import format_bytes, format_range, format_seconds, plan_rows
+from uniap_jax.core.plan import Alternative, Binding, Certificate, LayerPlan, Plan, Prediction, WhatIf
+from uniap_jax.core.plan_text import format_bytes, format_range, format_seconds, plan_rows, plan_summary
 from uniap_jax.core.strategy import Strategy
 
 SPLIT = (
@@ -113,3 +113,45 @@ def test_bytes(count: float, text: str) -> None:
 def test_ranges() -> None:
     assert format_range((0, 1, 2, 5, 7, 8)) == "0-2,5,7-8"
     assert format_range(()) == ""
+
+
+def test_summary_says_why_this_plan_and_what_else_there_is() -> None:
+    plan = make_plan()
+    other = Alternative(
+        what="1 stage, 4 micro-batches",
+        num_stages=1,
+        num_microbatches=4,
+        schedule="gpipe",
+        stage_devices=(tuple(range(8)),),
+        layers=plan.layers,
+        prediction=Prediction(step_time_s=0.15, peak_bytes=(2.0**31,)),
+    )
+    proof = dataclasses.replace(
+        plan.certificate,
+        binding=(
+            Binding(kind="memory", index=1, seconds=0.025, share=0.97),
+            Binding(kind="stage", index=1, seconds=0.1, share=0.8),
+            Binding(kind="link", index=0, seconds=0.1, share=0.8),
+            Binding(kind="fill", index=0, seconds=0.02, share=0.16),
+            Binding(kind="once", index=1, seconds=0.005, share=0.04),
+        ),
+        what_ifs=(
+            WhatIf(what="10 % more memory", step_time_s=0.1, bound_s=0.1, num_stages=2, num_microbatches=8),
+            WhatIf(what="unlimited memory", step_time_s=0.125, bound_s=0.1, num_stages=2, num_microbatches=4),
+        ),
+        alternatives=(other,),
+    )
+    lines = plan_summary(dataclasses.replace(plan, certificate=proof))
+    assert [line for line in lines if line.split(":")[0].startswith(("why", "with", "alternative"))] == [
+        "why: stage 1 is 97 % full, and without any limit the step would be 25.0 ms shorter",
+        "why: stage 1 is the slowest and sets the pace, 100 ms (80 %) of the step",
+        "why: the link from stage 0 to 1 is the slowest and sets the pace, 100 ms (80 %) of the step",
+        "why: stages wait while the pipeline fills and drains, 20.0 ms (16 %) of the step",
+        "why: once per step stage 1 synchronises and updates, 5.00 ms (4 %) of the step",
+        "with 10 % more memory: 100 ms (-20.0 %), 2 stages, 8 micro-batches",
+        "with unlimited memory: no faster plan",
+        "alternative 0: 1 stage, 4 micro-batches: 150 ms (+20.0 %), 2.00 GiB per device",
+    ]
+    page = dataclasses.replace(plan, certificate=proof).to_html()
+    assert "0: 1 stage, 4 micro-batches: 150 ms" in page
+    assert "with 10 % more memory: 100 ms" in page

@@ -248,10 +248,17 @@ def jaxpp_stages(plan: Plan, layer: int | None = None) -> JaxppStages:
         layer: whose split stands for all, where they differ; JaxPP's stages share one mesh.
 
     Raises:
-        PlanMismatchError: layers differ and none is named.
+        PlanMismatchError: layers differ and none is named; or stages share one layer.
     """
     shape = mesh_shape(plan, layer)
-    first = tuple(plan.stage_layers(stage)[0] for stage in range(1, plan.num_stages))
+    stages = [plan.stage_layers(stage) for stage in range(plan.num_stages)]
+    if not all(stages):
+        raise PlanMismatchError(
+            f"stage {stages.index(())} holds no layer of its own: a loop over layers is one layer that stages share, "
+            "and JaxPP marks stages between layers. Write the loop out, or plan with executor='stages'",
+            stage=stages.index(()),
+        )
+    first = tuple(layers[0] for layers in stages[1:])
     return JaxppStages(
         num_stages=plan.num_stages,
         enter_before=first,

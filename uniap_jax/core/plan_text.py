@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # the plan imports this module for its `str`
-    from uniap_jax.core.plan import LayerPlan, Plan
+    from uniap_jax.core.plan import Alternative, Binding, LayerPlan, Plan, WhatIf
 
 GIB = 2.0**30
+SAME = 1e-6
+"""Relative difference of step times below which two plans take equally long."""
 HEADER = ("stage", "devices", "layers", "strategy", "time", "memory")
 SCHEDULE_NAMES = {"gpipe": "GPipe", "one_f_one_b": "1F1B"}
 SOURCE_NAMES = {
@@ -128,16 +130,15 @@ def _stage_memory(plan: Plan, stage: int) -> str:
 
 def plan_title(plan: Plan) -> str:
     """One line: stages, micro-batches, schedule, batch, devices."""
-    stages = f"{plan.num_stages} stage{'s' if plan.num_stages != 1 else ''}"
-    pieces = f"{plan.num_microbatches} micro-batch{'es' if plan.num_microbatches != 1 else ''}"
+    pipeline = _pipeline_told(plan.num_stages, plan.num_microbatches)
     schedule = f", {SCHEDULE_NAMES.get(plan.schedule, plan.schedule)}" if plan.num_stages > 1 else ""
     kind = f" ({plan.device_kind})" if plan.device_kind else ""
     program = ", one program" if plan.executor == "program" and plan.num_stages > 1 else ""
-    return f"{stages}, {pieces}{schedule}{program}, batch {plan.batch_size}, {plan.num_devices} devices{kind}"
+    return f"{pipeline}{schedule}{program}, batch {plan.batch_size}, {plan.num_devices} devices{kind}"
 
 
 def plan_summary(plan: Plan) -> tuple[str, ...]:
-    """Lines under the table: predicted time and its source, status with bound and gap, baselines, notes."""
+    """Lines under the table: predicted time and its source, status, baselines, why, alternatives, notes."""
     proof, prediction = plan.certificate, plan.prediction
     lines = []
     if prediction.step_time_s > 0:
@@ -151,7 +152,43 @@ def plan_summary(plan: Plan) -> tuple[str, ...]:
     if proof.baselines:
         told = (f"{name} {'no plan' if t is None else format_seconds(t)}" for name, t in proof.baselines)
         lines.append(f"same tables, other ways: {', '.join(told)}")
+    lines += [f"why: {_binding_told(b)}" for b in proof.binding]
+    lines += [f"with {w.what}: {_what_if_told(plan, w)}" for w in proof.what_ifs]
+    lines += [f"alternative {i}: {_alternative_told(plan, a)}" for i, a in enumerate(proof.alternatives)]
     return (*lines, *(f"note: {n}" for n in proof.notes))
+
+
+def _binding_told(binding: Binding) -> str:
+    """What keeps the step from being shorter, and by how much."""
+    time, share = format_seconds(binding.seconds), f"{100 * binding.share:.0f} %"
+    return {
+        "memory": f"stage {binding.index} is {share} full, and without any limit the step would be {time} shorter",
+        "stage": f"stage {binding.index} is the slowest and sets the pace, {time} ({share}) of the step",
+        "link": f"the link from stage {binding.index} to {binding.index + 1} is the slowest and sets the pace, {time} "
+        f"({share}) of the step",
+        "fill": f"stages wait while the pipeline fills and drains, {time} ({share}) of the step",
+        "once": f"once per step stage {binding.index} synchronises and updates, {time} ({share}) of the step",
+    }[binding.kind]
+
+
+def _what_if_told(plan: Plan, other: WhatIf) -> str:
+    if other.step_time_s >= plan.prediction.step_time_s * (1 - SAME):
+        return "no faster plan"
+    return f"{_compared(plan, other.step_time_s)}, {_pipeline_told(other.num_stages, other.num_microbatches)}"
+
+
+def _alternative_told(plan: Plan, other: Alternative) -> str:
+    peak = f", {format_bytes(max(other.prediction.peak_bytes))} per device" if other.prediction.peak_bytes else ""
+    return f"{other.what}: {_compared(plan, other.prediction.step_time_s)}{peak}"
+
+
+def _compared(plan: Plan, seconds: float) -> str:
+    off = 100 * (seconds / plan.prediction.step_time_s - 1) if plan.prediction.step_time_s > 0 else 0.0
+    return f"{format_seconds(seconds)} ({off:+.1f} %)"
+
+
+def _pipeline_told(stages: int, pieces: int) -> str:
+    return f"{stages} stage{'s' if stages != 1 else ''}, {pieces} micro-batch{'es' if pieces != 1 else ''}"
 
 
 def align(rows: Iterable[Sequence[str]], *, header: Sequence[str]) -> str:

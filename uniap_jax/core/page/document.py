@@ -166,8 +166,14 @@ def _off(predicted: float, seen: float | None) -> str:
 
 
 def _ways(plan: Plan) -> list[tuple[str, float | None, str]]:
+    proof = plan.certificate
     rows: list[tuple[str, float | None, str]] = [("this plan", plan.prediction.step_time_s, "")]
-    return rows + [(name.replace("_", " "), seconds, "") for name, seconds in plan.certificate.baselines]
+    rows += [(f"with {w.what}", w.step_time_s, "a plan of another problem") for w in proof.what_ifs]
+    rows += [
+        (f"{i}: {other.what}", other.prediction.step_time_s, f"plan.with_alternative({i})")
+        for i, other in enumerate(proof.alternatives)
+    ]
+    return rows + [(name.replace("_", " "), seconds, "a simpler search") for name, seconds in proof.baselines]
 
 
 def _search(plan: Plan) -> str:

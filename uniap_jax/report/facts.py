@@ -132,3 +132,7 @@ def print_verify(facts: Mapping[str, Any], stream: TextIO) -> None:
     )
     header = ("stage", "predicted peak", "compiled peak", "difference")
     make_console(stream).print(make_table(header, rows, title="memory of a device", right=(1, 2, 3)))
+    for program in facts["programs"]:
+        counts = [(what, str(number)) for what, number in program.get("axes", {}).items()]
+        if counts:
+            make_console(stream).print(make_table(("collective", "number"), counts, title=program["name"], right=(1,)))

@@ -15,10 +15,12 @@ from typing import Any
 from uniap_jax.core.graph import LayerGraph
 from uniap_jax.core.plan import Plan
 from uniap_jax.runtime.executable import ParallelStep
+from uniap_jax.runtime.mesh_axes import collectives_by_axis
 from uniap_jax.runtime.pipeline import Pipeline
 from uniap_jax.runtime.programs import Program
 from uniap_jax.runtime.single import SingleStage
 from uniap_jax.runtime.stage_memory import program_bytes, stage_peaks
+from uniap_jax.runtime.uniform import UniformProgram
 
 log = logging.getLogger("uniap_jax")
 
@@ -38,6 +40,7 @@ class ProgramFacts:
         sizes: bytes of one device: arguments, outputs, temporaries, aliases, and the peak they add up to.
         collectives: number of each kind.
         places: per kind, the layers whose work it belongs to, for people.
+        axes: of one program for all stages, number of each kind by the mesh axes it goes over.
         full_copies: reshardings that replicate an array on the way: the layer, and what the compiler reports.
     """
 
@@ -46,6 +49,7 @@ class ProgramFacts:
     sizes: dict[str, int]
     collectives: dict[str, int] = field(default_factory=dict)
     places: dict[str, str] = field(default_factory=dict)
+    axes: dict[str, int] = field(default_factory=dict)
     full_copies: tuple[str, ...] = ()
 
 
@@ -158,6 +162,8 @@ def _problems(
 
 def foreseen(plan: Plan, stage: int) -> set[str]:
     """Kinds of collectives that the strategies of a stage ask for."""
+    if plan.executor == "program" and plan.num_stages > 1:  # stages gather, spread and hand over on top of them
+        return set(KINDS)
     strategies = {plan.layers[i].strategy for i in plan.stage_layers(stage)}
     kinds: set[str] = set()
     if any(s.num_devices > 1 for s in strategies):
@@ -195,6 +201,8 @@ _PROGRAM = re.compile(r"jit\((\w+)\)")
 
 def _span(step: ParallelStep, stage: int) -> str:
     layers = step.plan.stage_layers(stage)
+    if not layers:
+        return "its share of a loop"
     first, last = place(step.graph, layers[0]), place(step.graph, layers[-1])
     return first if len(layers) == 1 else f"{first} to {last}"
 
@@ -226,7 +234,8 @@ def _collective_lines(text: str) -> dict[str, list[str]]:
 
 
 def _facts(step: ParallelStep, program: Program, warned: Sequence[str]) -> ProgramFacts:
-    lines = _collective_lines(program.compiled.as_text())
+    text = program.compiled.as_text()
+    lines, run = _collective_lines(text), step.executor
     mine = [w for w in warned if (found := _PROGRAM.search(w)) is not None and found.group(1) == program.name]
     return ProgramFacts(
         name=program.name,
@@ -234,6 +243,7 @@ def _facts(step: ParallelStep, program: Program, warned: Sequence[str]) -> Progr
         sizes=program_bytes(program),
         collectives={kind: len(found) for kind, found in lines.items()},
         places={kind: places(step.graph, found) for kind, found in lines.items()},
+        axes=collectives_by_axis(text, run.mesh) if isinstance(run, UniformProgram) else {},
         full_copies=tuple(f"{places(step.graph, [line])}: {line.strip()[:300]}" for line in mine),
     )
 

@@ -1,0 +1,114 @@
+"""One program for all stages: which layers it takes, what it costs, when it is chosen, what is said without it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import uniform_support as support
+from uniap_jax.core.cluster import Cluster, Link
+from uniap_jax.core.costs import Candidate
+from uniap_jax.core.equal_costs import evaluate_equal
+from uniap_jax.core.equal_stages import find_run
+from uniap_jax.core.errors import InfeasibleError, OptionError, StrategyError
+from uniap_jax.core.strategy import Strategy
+from uniap_jax.cost_model import estimate
+from uniap_jax.cost_model.equal_stages import kept_microbatches
+from uniap_jax.frontend import trace
+from uniap_jax.planner import solve
+
+CLUSTER = Cluster(
+    name="eight",
+    num_devices=8,
+    kind="cpu",
+    platform="cpu",
+    memory_bytes=1 << 30,
+    peak_flops=(("float32", 1e11),),
+    memory_bandwidth_bytes_per_s=1e10,
+    links=(Link(name="all", size=8, bandwidth_bytes_per_s=1e9, uplink_bytes_per_s=1e9, latency_s=1e-6),),
+)
+
+
+@pytest.fixture(scope="module")
+def graph() -> Any:
+    state, step, batch = support.residual(aux=False)
+    return trace(step, state, batch)
+
+
+def test_the_run_is_the_equal_layers_and_stages_follow_it(graph: Any) -> None:
+    run = find_run(graph, 2)
+    assert run.count == 4
+    assert not run.is_loop
+    stages = run.stages(len(graph.layers), 2)
+    assert [stages[i] for i in range(run.first, run.last)] == [0, 0, 1, 1]
+    assert set(stages[: run.first]) == {0}
+    assert set(stages[run.last :]) == {1}
+
+
+def test_a_model_without_equal_layers_is_told_what_comes_nearest(graph: Any) -> None:
+    with pytest.raises(StrategyError) as error:
+        find_run(graph, 8)
+    assert error.value.num_stages == 8
+    assert "4 of them" in str(error.value)
+    with pytest.raises(StrategyError):
+        solve(estimate(graph, CLUSTER), executor="program", num_stages=8)
+
+
+def test_rows_and_ticks(graph: Any) -> None:
+    costs = estimate(graph, CLUSTER)
+    run = find_run(graph, 2)
+    tables = costs.equal_tables(Candidate(num_stages=2, num_microbatches=2, schedule="gpipe"))
+    assert tables.num_rows == len(graph.layers) - 3  # four equal layers are one row
+    assert {tables.rows[i] for i in range(run.first, run.last)} == {tables.run}
+    k = tables.strategies.index(Strategy(data=4))
+    layer = costs.layer_cost(run.first, Strategy(data=4), num_microbatches=2)
+    assert tables.time_s[tables.run, k] == pytest.approx(2 * (layer.time_s + layer.sync_s) + tables.pass_s[k])
+    price = evaluate_equal(tables, (k,) * tables.num_rows)
+    assert price.feasible
+    assert len(price.stage_time_s) == 2
+    assert price.step_time_s == pytest.approx(
+        3 * (price.stage_time_s[0] + price.link_time_s[0]) + price.iteration_time_s[0]
+    )
+
+
+def test_one_f_one_b_takes_longer_and_holds_less() -> None:
+    gpipe, other = (Candidate(num_stages=4, num_microbatches=16, schedule=s) for s in ("gpipe", "one_f_one_b"))
+    assert kept_microbatches(gpipe) == 19
+    assert kept_microbatches(other) == 8
+
+
+def test_both_executors_are_priced_and_the_plan_says_why(graph: Any) -> None:
+    costs = estimate(graph, CLUSTER)
+    best = {name: solve(costs, executor=name, num_stages=2) for name in ("auto", "stages", "program")}
+    assert best["program"].executor == "program"
+    assert best["stages"].executor == "stages"
+    times = {name: plan.prediction.step_time_s for name, plan in best.items()}
+    assert times["auto"] == min(times.values())
+    assert best["auto"].certificate.gap == 0.0
+    assert any("program" in note for note in best["auto"].certificate.notes)
+    slow = replace(CLUSTER, dispatch_s=1.0)  # a program a stage and micro-batch that take a second to start
+    plan = solve(estimate(graph, slow), num_stages=2, num_microbatches=2)
+    assert plan.executor == "program"
+    assert dict(plan.certificate.baselines)["a_program_for_each_stage"] > plan.prediction.step_time_s
+    assert len({choice.strategy for choice in plan.layers[2:6]}) == 1
+
+
+def test_one_program_may_be_a_single_stage(graph: Any) -> None:
+    plan = solve(estimate(graph, CLUSTER), executor="program")
+    assert plan.num_stages == 1 or plan.executor == "program"
+
+
+def test_strategies_are_pinned_and_memory_is_kept(graph: Any) -> None:
+    costs = estimate(graph, CLUSTER)
+    plan = solve(costs, executor="program", num_stages=2, strategy=Strategy(fsdp=4))
+    assert {choice.strategy.fsdp for choice in plan.layers} == {4}
+    with pytest.raises(InfeasibleError) as error:
+        solve(estimate(graph, CLUSTER.limited(1000)), executor="program", num_stages=2)
+    assert np.isfinite(error.value.needed_bytes)
+    with pytest.raises(OptionError):
+        solve(costs, executor="both")
+    with pytest.raises(OptionError):
+        solve(costs, executor="program", num_stages=3)

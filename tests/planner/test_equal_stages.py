@@ -1,0 +1,96 @@
+"""Engine `equal_stages`: the referee's optimum on random tables; what it says of plans that do not exist."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from uniap_jax.core.costs import Candidate
+from uniap_jax.core.equal_costs import EqualTables, evaluate_equal, num_ticks, quick_bound
+from uniap_jax.planner.clock import Clock
+from uniap_jax.planner.equal_stages import best_choice, brute_force_equal, search_equal
+
+
+def random_tables(seed: int, candidate: Candidate | None = None) -> EqualTables:
+    """Rows with edges that skip some, strategies that are illegal for some, and memory that binds in half the cases."""
+    rng = np.random.default_rng(seed)
+    rows, k = int(rng.integers(1, 6)), int(rng.integers(1, 5))
+    every = [(u, v) for u in range(rows) for v in range(u + 1, rows)]
+    edges = tuple(e for e in every if e[1] == e[0] + 1 or rng.random() < 0.3)
+    allowed = rng.random((rows, k)) < 0.85
+    memory, transient = rng.integers(1, 20, (rows, k)) * 1.0, rng.integers(0, 20, (rows, k)) * 1.0
+    return EqualTables(
+        candidate=candidate or Candidate(num_stages=int(rng.choice([2, 4])), num_microbatches=int(rng.integers(1, 9))),
+        rows=tuple(range(rows)),
+        stage=(0,) * rows,
+        time_s=rng.integers(1, 30, (rows, k)) * 1.0,
+        iteration_time_s=rng.integers(0, 30, (rows, k)) * 1.0,
+        memory_bytes=memory,
+        transient_bytes=transient,
+        pass_s=rng.random(k),
+        run=0,
+        base_bytes=float(rng.integers(0, 5)),
+        base_s=0.5,
+        capacity_bytes=float(rng.uniform(6, 22)) * rows,
+        allowed=allowed,
+        edges=edges,
+        reshard_s=rng.integers(0, 20, (len(edges), k, k)) * 1.0,
+    )
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_random_tables_are_solved_as_by_brute_force(block: int) -> None:
+    possible = 0
+    for seed in range(100 * block, 100 * block + 100):
+        tables = random_tables(seed)
+        ours, theirs = best_choice(tables), brute_force_equal(tables)
+        assert (ours is None) == (theirs is None), seed
+        if ours is not None and theirs is not None:
+            price = evaluate_equal(tables, ours)
+            assert price.feasible, seed
+            assert price.step_time_s == pytest.approx(evaluate_equal(tables, theirs).step_time_s, rel=1e-12), seed
+            assert quick_bound(tables) <= price.step_time_s * (1 + 1e-12), seed
+            possible += 1
+    assert 20 < possible < 100  # both kinds occur
+
+
+def test_the_search_takes_the_best_candidate_and_proves_it() -> None:
+    candidates = [
+        Candidate(num_stages=p, num_microbatches=c, schedule=s)
+        for p in (2, 4)
+        for c in (1, 2, 4)
+        for s in ("gpipe", "one_f_one_b")
+    ]
+
+    def tables_of(candidate: Candidate) -> EqualTables:
+        return random_tables(7, candidate)
+
+    found = search_equal(tables_of, candidates, clock=Clock(limit_s=60.0))
+    prices = []
+    for c in candidates:
+        choice = brute_force_equal(tables_of(c))
+        assert choice is not None
+        prices.append(evaluate_equal(tables_of(c), choice).step_time_s)
+    assert found.value == pytest.approx(min(prices))
+    assert found.bound_s == found.value
+    assert found.tables is not None
+    assert found.tables.candidate == Candidate(num_stages=2, num_microbatches=1, schedule="gpipe")
+    nothing = search_equal(tables_of, candidates, clock=Clock(limit_s=60.0), upper=found.value)
+    assert nothing.tables is None
+    assert nothing.bound_s == found.value
+
+
+def test_what_does_not_fit_says_how_much_would() -> None:
+    tables = random_tables(7)
+    small = EqualTables(**{**{f: getattr(tables, f) for f in EqualTables.__slots__}, "capacity_bytes": 1.0})
+    found = search_equal(lambda _: small, [small.candidate], clock=Clock(limit_s=60.0))
+    assert found.tables is None
+    assert math.isinf(found.bound_s)
+    assert found.least_bytes > 1.0
+
+
+def test_ticks() -> None:
+    assert num_ticks(Candidate(num_stages=4, num_microbatches=8, schedule="gpipe")) == 11
+    assert num_ticks(Candidate(num_stages=4, num_microbatches=8, schedule="one_f_one_b")) == 14

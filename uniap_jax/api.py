@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import functools
 import logging
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
 
-from uniap_jax import cost_model, frontend, planner, profiler, runtime
+from uniap_jax import cost_model, frontend, planner, profiler
 from uniap_jax.core.cluster import Cluster, local_cluster
 from uniap_jax.core.costs import CostModel
 from uniap_jax.core.errors import PlanMismatchError, TraceError
@@ -23,9 +21,10 @@ from uniap_jax.core.strategy import Strategy, parse_strategy
 from uniap_jax.frontend.axes import bound_axis
 from uniap_jax.frontend.capture import value_and_grad
 from uniap_jax.planner import Pinning
+from uniap_jax.planning import Options, compile_plan, plan_graph, possible_executor, price_graph, solve_for
 from uniap_jax.runtime import ParallelStep
 from uniap_jax.runtime.monitor import Monitor, replanner
-from uniap_jax.runtime.verify import warn
+from uniap_jax.runtime.processes import Group
 
 __all__ = [
     "Parallelized",
@@ -35,6 +34,7 @@ __all__ = [
     "local_cluster",
     "mark_layer",
     "parallelize",
+    "possible_executor",
     "profile",
     "save",
     "solve",
@@ -80,64 +80,6 @@ def estimate(graph: LayerGraph, cluster: Cluster | None = None, profile: Profile
     return cost_model.estimate(graph, cluster or local_cluster(), profile)
 
 
-def compile_plan(
-    graph: LayerGraph,
-    plan: Plan,
-    cluster: Cluster | None = None,
-    *,
-    devices: Sequence[Any] | None = None,
-    donate: bool = True,
-) -> ParallelStep:
-    """Programs that run a plan.
-
-    Args:
-        graph: the graph the plan was made for.
-        plan: from `solve` or `load`.
-        cluster: checked against the plan where given.
-        devices: devices in the plan's numbering; `jax.devices()` by default.
-        donate: whether the state's buffers are given up to the step.
-
-    Raises:
-        PlanMismatchError: the plan is for another model, batch or set of devices.
-    """
-    devices = list(jax.devices() if devices is None else devices)
-    if cluster is not None and cluster.num_devices < plan.num_devices:
-        raise PlanMismatchError(
-            f"the plan uses {plan.num_devices} devices, the cluster has {cluster.num_devices}",
-            needed=plan.num_devices,
-            available=cluster.num_devices,
-        )
-    return runtime.compile(graph, plan, devices=devices, donate=donate)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Options:
-    """What `parallelize` was asked for."""
-
-    devices: tuple[Any, ...] | None
-    cluster: Cluster | None
-    plan: Plan | None
-    profile: Profile | None
-    batch_argnums: tuple[int, ...]
-    donate: bool
-    verify: bool
-    static_argnums: tuple[int, ...]
-    axis_name: str | None
-    num_stages: int | Literal["auto"]
-    num_microbatches: int | Literal["auto"]
-    schedule: str
-    executor: str
-    strategy: Strategy | None
-    pin: Pinning | None
-    top_k: int
-    memory_limit: str | int
-    time_limit_s: float
-    budget_s: float
-    cache_dir: str | None
-    source: str
-    progress: Callable[..., None] | None
-
-
 class Parallelized:
     """A train step that plans itself at its first call and runs as planned from then on.
 
@@ -150,10 +92,15 @@ class Parallelized:
         self._step = bound_axis(train_step, options.axis_name)
         self._options = options
         self._planned: list[ParallelStep] = []
+        self._calls = 0
 
     def __call__(self, *args: Any) -> Any:
         """One training step, planned first where the form of the call is new."""
-        return self._for(args)(*args)
+        step = self._for(args)
+        if self._options.processes is not None:
+            self._options.processes.enter(self._calls)
+        self._calls += 1
+        return step(*args)
 
     def _for(self, args: tuple[Any, ...]) -> ParallelStep:
         for planned in self._planned:
@@ -240,67 +187,6 @@ def _fits(planned: ParallelStep, args: tuple[Any, ...]) -> bool:
     return True
 
 
-def plan_graph(graph: LayerGraph, plan: Plan | None, options: Options) -> ParallelStep:
-    """Compiles a plan for a traced step, found first where there is none."""
-    for note in graph.notes:
-        log.info("%s", note)
-    started = time.perf_counter()
-    plan = plan or find_plan(graph, options)
-    log.info("planned in %.1f s", time.perf_counter() - started)
-    step = compile_plan(graph, plan, options.cluster, devices=options.devices, donate=options.donate)
-    if options.verify:
-        warn(step)
-    return step
-
-
-def find_plan(graph: LayerGraph, options: Options) -> Plan:
-    """Profile, estimate and solve for a traced step."""
-    return solve_for(price_graph(graph, options), options)
-
-
-def price_graph(graph: LayerGraph, options: Options) -> CostModel:
-    """Profile and estimate for a traced step."""
-    cluster = _cluster_of(options)
-    measured = options.profile
-    if measured is None and options.source == "measured":
-        measured = profile(
-            graph,
-            cluster,
-            devices=options.devices,
-            num_stages=options.num_stages,
-            num_microbatches=options.num_microbatches,
-            budget_s=options.budget_s,
-            cache_dir=options.cache_dir,
-            progress=options.progress,
-        )
-    return estimate(graph, cluster, measured)
-
-
-def solve_for(model: CostModel, options: Options) -> Plan:
-    """The best plan under the options."""
-    return solve(
-        model,
-        time_limit_s=options.time_limit_s,
-        num_stages=options.num_stages,
-        num_microbatches=options.num_microbatches,
-        schedule=options.schedule,
-        executor=possible_executor(options.executor, _cluster_of(options)),
-        strategy=options.strategy,
-        pin=options.pin,
-        top_k=options.top_k,
-        progress=options.progress,
-    )
-
-
-def _cluster_of(options: Options) -> Cluster:
-    return options.cluster or local_cluster(options.devices, memory_limit=options.memory_limit)
-
-
-def possible_executor(executor: str, cluster: Cluster) -> str:
-    """Over several hosts stages of their own programs cannot hand arrays to each other, one program's can."""
-    return "program" if executor == "auto" and cluster.num_hosts > 1 else executor
-
-
 def parallelize(
     train_step: Callable[..., Any] | None = None,
     *,
@@ -325,6 +211,7 @@ def parallelize(
     budget_s: float = 120.0,
     cache_dir: str | None = None,
     source: str = "measured",
+    processes: Group | None = None,
     progress: Callable[..., None] | None = None,
 ) -> Any:
     """Wraps a train step so that it is planned and run on many devices; also a decorator.
@@ -357,6 +244,9 @@ def parallelize(
         budget_s: seconds for profiling.
         cache_dir: where profiles are kept; the user's cache folder by default.
         source: "measured" profiles the layers on the devices, "described" prices them from published rates.
+        processes: lines between the processes of a job, from `uniap_jax.runtime.processes.connect`: every call says
+            which step it is, and a rank that dies or stays behind ends the job with its number and step. Without them
+            plan and program are still compared between processes, by JAX's own collectives.
         progress: called with progress of profiling and solving.
 
     Returns:
@@ -393,6 +283,7 @@ def parallelize(
         budget_s=budget_s,
         cache_dir=cache_dir,
         source=source,
+        processes=processes,
         progress=progress,
     )
     if train_step is None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from uniap_jax.core.errors import ExecutionError, PlanMismatchError
-from uniap_jax.runtime.processes import Group
+from uniap_jax.runtime.processes import Group, agree
 
 SIZE = 3
 
@@ -54,8 +54,8 @@ class Job:
 def test_process_lines_carry_text_and_compare_it() -> None:
     def body(group: Group) -> Any:
         texts = group.gather("name", f"rank {group.rank}")
-        group.agree("same", "text", "the text")
-        return texts, group.broadcast("plan", "from 0" if group.rank == 0 else None)
+        agree(group, "same", "text", "the text")
+        return texts, group.gather("plan", "from 0" if group.rank == 0 else "")[0]
 
     job = Job(body)
     assert job.found == dict.fromkeys(range(SIZE), (("rank 0", "rank 1", "rank 2"), "from 0"))
@@ -63,7 +63,7 @@ def test_process_lines_carry_text_and_compare_it() -> None:
 
 
 def test_process_that_differs_is_named_everywhere() -> None:
-    job = Job(lambda group: group.agree("program", "b" if group.rank == 2 else "a", "the program"))
+    job = Job(lambda group: agree(group, "program", "b" if group.rank == 2 else "a", "the program"))
     assert all(isinstance(e, PlanMismatchError) and e.ranks == (2,) for e in job.found.values())
 
 

@@ -17,10 +17,11 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 
 from uniap_jax.core.errors import ExecutionError, PlanMismatchError
@@ -29,7 +30,7 @@ from uniap_jax.core.plan import Plan
 from uniap_jax.core.serialize import plan_from_json, plan_to_json
 from uniap_jax.runtime.process_server import Server, receive_lines, send_line
 
-__all__ = ["Group", "agree_on_plan", "agree_on_program", "connect", "global_batch", "local_rows"]
+__all__ = ["Everyone", "Group", "agree", "agree_on_plan", "agree_on_program", "connect", "global_batch", "local_rows"]
 
 log = logging.getLogger("uniap_jax")
 
@@ -98,32 +99,6 @@ class Group:
                 return tuple(self._answers.pop(name))
             assert self._failure is not None
             raise ExecutionError(str(self._failure["message"]), rank=self._failure["rank"], step=self._failure["step"])
-
-    def broadcast(self, name: str, text: str | None) -> str:
-        """Rank 0's text, on every rank."""
-        return self.gather(name, text or "")[0]
-
-    def agree(self, name: str, text: str, what: str) -> None:
-        """Makes sure that every rank has the same text.
-
-        Args:
-            name: under which it is said.
-            text: of this rank; only its digest travels.
-            what: the text is, for the message.
-
-        Raises:
-            PlanMismatchError: ranks differ; `.ranks` are those that differ from rank 0.
-        """
-        digests = self.gather(name, hashlib.sha256(text.encode()).hexdigest())
-        odd = tuple(r for r, d in enumerate(digests) if d != digests[0])
-        if odd:
-            raise PlanMismatchError(
-                f"{what} differs between processes: rank {', '.join(map(str, odd))} has {digests[odd[0]][:12]}, rank 0 "
-                f"has {digests[0][:12]}. Every process must run the same code with the same sizes, versions and number "
-                "of devices",
-                ranks=odd,
-                digests=digests,
-            )
 
     def enter(self, step: int) -> None:
         """Says that this rank begins a step; a rank that stays behind for `timeout_s` ends the job."""
@@ -235,7 +210,65 @@ def connect(
     )
 
 
-def agree_on_plan(group: Group, make_plan: Callable[[], Plan], *, fingerprint: str) -> Plan:
+class Everyone:
+    """All processes of `jax.distributed`, over its own collectives: what they say is exchanged, nobody is watched."""
+
+    def __init__(self) -> None:
+        self.rank, self.size = jax.process_index(), jax.process_count()
+
+    def gather(self, name: str, text: str) -> tuple[str, ...]:
+        """What every rank says, by rank; waits until all have said it."""
+        data = np.frombuffer(text.encode(), np.uint8)
+        sizes = np.asarray(multihost_utils.process_allgather(np.int32(len(data)))).reshape(-1)
+        padded = np.zeros(int(sizes.max(initial=1)), np.uint8)
+        padded[: len(data)] = data
+        rows = np.asarray(multihost_utils.process_allgather(padded)).reshape(self.size, -1)
+        return tuple(bytes(row[:n]).decode() for row, n in zip(rows, sizes.tolist(), strict=True))
+
+    def enter(self, step: int) -> None:
+        """Steps are not watched."""
+
+
+class Speakers(Protocol):
+    """Processes that can say something to each other: `Group` or `Everyone`."""
+
+    rank: int
+    size: int
+
+    def gather(self, name: str, text: str) -> tuple[str, ...]:
+        """What every rank says under a name, by rank."""
+        ...
+
+    def enter(self, step: int) -> None:
+        """Says that this rank begins a step."""
+        ...
+
+
+def agree(group: Speakers, name: str, text: str, what: str) -> None:
+    """Makes sure that every rank has the same text.
+
+    Args:
+        group: of all processes.
+        name: under which it is said.
+        text: of this rank; only its digest travels.
+        what: the text is, for the message.
+
+    Raises:
+        PlanMismatchError: ranks differ; `.ranks` are those that differ from rank 0.
+    """
+    digests = group.gather(name, hashlib.sha256(text.encode()).hexdigest())
+    odd = tuple(r for r, d in enumerate(digests) if d != digests[0])
+    if odd:
+        raise PlanMismatchError(
+            f"{what} differs between processes: rank {', '.join(map(str, odd))} has {digests[odd[0]][:12]}, rank 0 "
+            f"has {digests[0][:12]}. Every process must run the same code with the same sizes, versions and number of "
+            "devices",
+            ranks=odd,
+            digests=digests,
+        )
+
+
+def agree_on_plan(group: Speakers, make_plan: Callable[[], Plan], *, fingerprint: str) -> Plan:
     """The plan that rank 0 makes, on every rank, once all are sure to plan for the same model.
 
     Args:
@@ -247,15 +280,15 @@ def agree_on_plan(group: Group, make_plan: Callable[[], Plan], *, fingerprint: s
         PlanMismatchError: a process traced another model, or has another number of devices or version of JAX.
     """
     facts = json.dumps([fingerprint, jax.__version__, jax.device_count(), jax.local_device_count()])
-    group.agree("model", facts, "the traced model, the version of jax or the number of devices")
-    text = json.dumps(plan_to_json(make_plan())) if group.rank == 0 else None
-    received = group.broadcast("plan", text)
+    agree(group, "model", facts, "the traced model, the version of jax or the number of devices")
+    text = json.dumps(plan_to_json(make_plan())) if group.rank == 0 else ""
+    received = group.gather("plan", text)[0]
     plan = plan_from_json(json.loads(received))
-    group.agree("plan read", json.dumps(plan_to_json(plan), sort_keys=True), "the plan as read")
+    agree(group, "plan read", json.dumps(plan_to_json(plan), sort_keys=True), "the plan as read")
     return plan
 
 
-def agree_on_program(group: Group, lowered: Any, *, name: str = "train_step") -> None:
+def agree_on_program(group: Speakers, lowered: Any, *, name: str = "train_step") -> None:
     """Compares the program before it is compiled: different programs would wait for each other for ever.
 
     Args:
@@ -266,7 +299,7 @@ def agree_on_program(group: Group, lowered: Any, *, name: str = "train_step") ->
     Raises:
         PlanMismatchError: a rank is about to compile another program.
     """
-    group.agree(f"program {name}", lowered.as_text(), f"program {name}")
+    agree(group, f"program {name}", lowered.as_text(), f"program {name}")
 
 
 def global_batch(local: Sequence[Any], values: Sequence[Value], shardings: Sequence[NamedSharding]) -> list[jax.Array]:

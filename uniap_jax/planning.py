@@ -1,0 +1,163 @@
+"""From a traced step and what was asked for to a step that runs, on one process or several."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+
+from uniap_jax import cost_model, planner, profiler, runtime
+from uniap_jax.core.cluster import Cluster, local_cluster
+from uniap_jax.core.costs import CostModel
+from uniap_jax.core.errors import PlanMismatchError
+from uniap_jax.core.graph import LayerGraph
+from uniap_jax.core.plan import Plan
+from uniap_jax.core.profile import Profile
+from uniap_jax.core.strategy import Strategy
+from uniap_jax.planner import Pinning
+from uniap_jax.runtime import ParallelStep
+from uniap_jax.runtime.processes import Everyone, Group, Speakers, agree_on_plan, agree_on_program
+from uniap_jax.runtime.verify import warn
+
+log = logging.getLogger("uniap_jax")
+
+
+def compile_plan(
+    graph: LayerGraph,
+    plan: Plan,
+    cluster: Cluster | None = None,
+    *,
+    devices: Sequence[Any] | None = None,
+    donate: bool = True,
+) -> ParallelStep:
+    """Programs that run a plan.
+
+    Args:
+        graph: the graph the plan was made for.
+        plan: from `solve` or `load`.
+        cluster: checked against the plan where given.
+        devices: devices in the plan's numbering; `jax.devices()` by default.
+        donate: whether the state's buffers are given up to the step.
+
+    Raises:
+        PlanMismatchError: the plan is for another model, batch or set of devices.
+    """
+    devices = list(jax.devices() if devices is None else devices)
+    if cluster is not None and cluster.num_devices < plan.num_devices:
+        raise PlanMismatchError(
+            f"the plan uses {plan.num_devices} devices, the cluster has {cluster.num_devices}",
+            needed=plan.num_devices,
+            available=cluster.num_devices,
+        )
+    return runtime.compile(graph, plan, devices=devices, donate=donate)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Options:
+    """What `parallelize` was asked for."""
+
+    devices: tuple[Any, ...] | None
+    cluster: Cluster | None
+    plan: Plan | None
+    profile: Profile | None
+    batch_argnums: tuple[int, ...]
+    donate: bool
+    verify: bool
+    static_argnums: tuple[int, ...]
+    axis_name: str | None
+    num_stages: int | Literal["auto"]
+    num_microbatches: int | Literal["auto"]
+    schedule: str
+    executor: str
+    strategy: Strategy | None
+    pin: Pinning | None
+    top_k: int
+    memory_limit: str | int
+    time_limit_s: float
+    budget_s: float
+    cache_dir: str | None
+    source: str
+    processes: Group | None
+    progress: Callable[..., None] | None
+
+
+def plan_graph(graph: LayerGraph, plan: Plan | None, options: Options) -> ParallelStep:
+    """Compiles a plan for a traced step, found first where there is none."""
+    for note in graph.notes:
+        log.info("%s", note)
+    started = time.perf_counter()
+    speakers = _speakers(options)
+    given = plan
+    if speakers is None:
+        plan = given or find_plan(graph, options)
+    else:
+        plan = agree_on_plan(speakers, lambda: given or find_plan(graph, options), fingerprint=graph.fingerprint)
+    log.info("planned in %.1f s", time.perf_counter() - started)
+    step = compile_plan(graph, plan, options.cluster, devices=options.devices, donate=options.donate)
+    if speakers is not None:
+        agree_on_program(speakers, step.lower())
+    if options.verify:
+        warn(step)
+    return step
+
+
+def _speakers(options: Options) -> Speakers | None:
+    """The processes that must run the same plan; None where this one is alone."""
+    devices = jax.devices() if options.devices is None else options.devices
+    alone = len({d.process_index for d in devices}) == 1
+    return options.processes or (None if alone else Everyone())
+
+
+def find_plan(graph: LayerGraph, options: Options) -> Plan:
+    """Profile, estimate and solve for a traced step."""
+    return solve_for(price_graph(graph, options), options)
+
+
+def price_graph(graph: LayerGraph, options: Options) -> CostModel:
+    """Profile and estimate for a traced step."""
+    cluster = cluster_of(options)
+    measured = options.profile
+    if measured is None and options.source == "measured" and cluster.num_hosts > 1:
+        log.info("numbers are described: one process cannot measure the devices of %d hosts", cluster.num_hosts)
+    elif measured is None and options.source == "measured":
+        measured = profiler.profile(
+            graph,
+            cluster,
+            devices=options.devices,
+            num_stages=options.num_stages,
+            num_microbatches=options.num_microbatches,
+            budget_s=options.budget_s,
+            cache_dir=options.cache_dir,
+            progress=options.progress,
+        )
+    return cost_model.estimate(graph, cluster, measured)
+
+
+def solve_for(model: CostModel, options: Options) -> Plan:
+    """The best plan under the options."""
+    return planner.solve(
+        model,
+        time_limit_s=options.time_limit_s,
+        num_stages=options.num_stages,
+        num_microbatches=options.num_microbatches,
+        schedule=options.schedule,
+        executor=possible_executor(options.executor, cluster_of(options)),
+        strategy=options.strategy,
+        pin=options.pin,
+        top_k=options.top_k,
+        progress=options.progress,
+    )
+
+
+def cluster_of(options: Options) -> Cluster:
+    """The devices that were asked for."""
+    return options.cluster or local_cluster(options.devices, memory_limit=options.memory_limit)
+
+
+def possible_executor(executor: str, cluster: Cluster) -> str:
+    """Over several hosts stages of their own programs cannot hand arrays to each other, one program's can."""
+    return "program" if executor == "auto" and cluster.num_hosts > 1 else executor

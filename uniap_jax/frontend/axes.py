@@ -7,6 +7,8 @@ reductions over it are taken out while its size is known.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -80,3 +82,16 @@ def _check_size(axis: str) -> None:
             axis=axis,
             size=size,
         )
+
+
+def bound_axis(train_step: Callable[..., Any], axis_name: str | None) -> Callable[..., Any]:
+    """A step written for `pmap`, with its axis bound to the whole batch."""
+    if axis_name is None:
+        return train_step
+
+    @functools.wraps(train_step)
+    def whole_batch(*args: Any) -> Any:
+        mapped = jax.vmap(train_step, in_axes=None, out_axes=0, axis_name=axis_name, axis_size=1)
+        return jax.tree.map(lambda x: x[0], mapped(*args))
+
+    return whole_batch

@@ -11,9 +11,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from uniap_jax.core.costs import CostModel
 from uniap_jax.core.errors import ExecutionError
 from uniap_jax.core.plan import Plan
 from uniap_jax.core.schedule import gpipe
+from uniap_jax.core.slowed import price, slowed
 from uniap_jax.runtime.executable import ParallelStep
 from uniap_jax.runtime.pipeline import Pipeline
 from uniap_jax.runtime.single import SingleStage
@@ -73,8 +75,27 @@ class Proposal:
         return self.now_s - self.then_s
 
 
-Replan = Callable[[tuple[float, ...]], Proposal | None]
-"""From how many times longer each device takes, in the plan's numbering, to the best plan there; None: it has it."""
+Replan = Callable[[Plan, tuple[float, ...]], Proposal | None]
+"""From the plan in force and how many times longer each device takes, in its numbering, to the best plan there."""
+
+
+def replanner(model: Callable[[], CostModel], solve: Callable[[CostModel], Plan]) -> Replan:
+    """A way to plan for devices that have become slower.
+
+    Args:
+        model: prices plans on the devices as they were.
+        solve: finds the best plan under a cost model.
+    """
+
+    def replan(plan: Plan, factors: tuple[float, ...]) -> Proposal | None:
+        now = slowed(model(), factors)
+        present = price(now, plan)
+        if present is None:
+            return None
+        best = solve(now)
+        return Proposal(plan=best, now_s=present, then_s=best.prediction.step_time_s)
+
+    return replan
 
 
 class Monitor:
@@ -226,7 +247,7 @@ class Monitor:
         for drift in drifts:
             for device in devices[drift.stage]:
                 factors[device] = drift.factor
-        found = self._replan(tuple(factors))
+        found = self._replan(self._step.plan, tuple(factors))
         if found is None or found.gain_s < LEAST_GAIN * found.now_s:
             return None
         log.info(

@@ -3,8 +3,8 @@
     python examples/multi_process.py --spawn 2                     # two processes on this host, to see it work
     python examples/multi_process.py --rank 0 --size 2 --host 10.0.0.1 --port 4320   # on every host, with its rank
 
-Every process runs the same script. The coordinator of `jax.distributed` listens at --port of rank 0, the line that
-carries the plan and watches the steps at the port after it.
+Every process runs the same script; rank 0 plans, and plan and program are compared before any step. The coordinator of
+`jax.distributed` listens at --port of rank 0, the line that carries the plan and watches the steps at the next port.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 from gpt import DEFAULT_TEXT, batches, create_state, train_step
 
 import uniap_jax as uniap
-from uniap_jax.runtime.processes import agree_on_plan, agree_on_program, connect, global_batch, local_rows
+from uniap_jax.runtime.processes import connect, global_batch, local_rows
 
 
 def spawn(size: int, steps: int) -> int:
@@ -38,26 +38,18 @@ def spawn(size: int, steps: int) -> int:
 
 
 def run(rank: int, size: int, host: str, port: int, steps: int) -> None:
-    """One rank: trace, agree on the plan, train on this process's rows."""
+    """One rank: join the others, and train on this process's rows."""
     jax.distributed.initialize(f"{host}:{port}", size, rank)
     data = batches(DEFAULT_TEXT)
     batch = next(data)
-    graph = uniap.trace(train_step, jax.eval_shape(lambda: create_state(2, 64, 4)), batch)
     with connect(f"{host}:{port + 1}") as group:
-        plan = agree_on_plan(
-            group,
-            lambda: uniap.solve(uniap.estimate(graph, uniap.local_cluster()), num_stages=1, baselines=False),
-            fingerprint=graph.fingerprint,
-        )
-        step = uniap.compile_plan(graph, plan)
-        agree_on_program(group, step.lower())  # before anything is compiled
-        state = step.init(lambda: create_state(2, 64, 4))  # every device makes its own share
+        step = uniap.parallelize(train_step, source="described", processes=group)
+        state = step.init(lambda: create_state(2, 64, 4), batch=batch)  # every device makes its own share
         form, layouts = jax.tree.structure(batch), step.batch_shardings
-        mine = [local_rows(v, s) for v, s in zip(graph.step.batch, layouts, strict=True)]
+        mine = [local_rows(v, s) for v, s in zip(step.graph.step.batch, layouts, strict=True)]
         for number in range(steps):
-            group.enter(number)
             local = [leaf[rows] for leaf, rows in zip(jax.tree.leaves(batch), mine, strict=True)]
-            rows = global_batch(local, graph.step.batch, layouts)
+            rows = global_batch(local, step.graph.step.batch, layouts)
             state, metrics = step(state, jax.tree.unflatten(form, rows))
             if rank == 0:
                 print(f"step {number + 1:3d}  loss {float(np.asarray(metrics['loss'])):.4f}", flush=True)

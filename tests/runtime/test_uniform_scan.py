@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from jax import lax
 
 import uniform_support as support
@@ -102,58 +101,8 @@ def test_plain_scan_with_all_that_can_hang_on_it(schedule: str) -> None:
     assert found.program.state_shardings[leaf].spec[0] == "stage"
 
 
-class Turn(nnx.Module):
-    """A residual turn with dropout and batch normalisation, whose statistics and keys change inside the loop."""
-
-    def __init__(self, width: int, *, rngs: nnx.Rngs) -> None:
-        self.linear = nnx.Linear(width, width, rngs=rngs)
-        self.norm = nnx.BatchNorm(width, rngs=rngs)
-        self.dropout = nnx.Dropout(0.2, rngs=rngs)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return x + self.dropout(nnx.relu(self.norm(self.linear(x))))
-
-
-class Stack(nnx.Module):
-    def __init__(self, width: int, layers: int, *, rngs: nnx.Rngs) -> None:
-        @nnx.split_rngs(splits=layers)
-        @nnx.vmap(in_axes=(0,), out_axes=0)
-        def create(rngs: nnx.Rngs) -> Turn:
-            return Turn(width, rngs=rngs)
-
-        self.entry = nnx.Linear(8, width, rngs=rngs)
-        self.turns = create(rngs)
-        self.exit = nnx.Linear(width, 4, rngs=rngs)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
-        def forward(x: jax.Array, turn: Turn) -> jax.Array:
-            return turn(x)
-
-        return self.exit(forward(self.entry(x), self.turns))
-
-
-def nnx_stack() -> tuple[Any, Any, Any]:
-    model = Stack(16, 4, rngs=nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, optax.sgd(0.1, momentum=0.9), wrt=nnx.Param)
-
-    def step(state: Any, batch: Any) -> Any:
-        model, optimizer = state
-
-        def loss(model: Stack) -> jax.Array:
-            return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
-
-        value, grads = nnx.value_and_grad(loss)(model)
-        optimizer.update(model, grads)
-        return state, {"loss": value}
-
-    rng = np.random.default_rng(0)
-    batch = {"x": rng.normal(size=(8, 8)).astype(np.float32), "y": rng.normal(size=(8, 4)).astype(np.float32)}
-    return (model, optimizer), step, batch
-
-
 def test_nnx_scan_with_statistics_that_change() -> None:
-    case = support.make_case(nnx_stack())
+    case = support.make_case(support.nnx_stack())
     step = case.graph.step
     changed = [v.name for v, leaf in zip(step.outputs, step.output_leaf, strict=True) if leaf is not None]
     assert any("mean" in name for name in changed)

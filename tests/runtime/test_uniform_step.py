@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -137,3 +139,15 @@ def test_a_program_for_each_stage_stays_in_one_process() -> None:
     with pytest.raises(ExecutionError) as error:
         uniap.compile_plan(graph, replace(plan, executor="stages"), devices=devices)
     assert error.value.processes == 2
+
+
+def test_example_plans_for_a_pod_that_is_not_here(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(root / "examples"))
+    sizes = {"depth": 4, "width": 64, "heads": 4, "vocabulary": 64, "sequence": 16, "size": 16}
+    importlib.import_module("plan_tpu_pod").main("v5e:4x4", compiles=False, **sizes)
+    shown = capsys.readouterr().out
+    assert "4 stages" in shown
+    assert "one program" in shown
+    assert "TPU v5 lite" in shown

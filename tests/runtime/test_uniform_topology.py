@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
+import uniap_jax as uniap
 import uniform_support as support
 from uniap_jax.frontend import trace
 from uniap_jax.runtime.uniform import UniformProgram, compile_uniform
+from uniap_jax.runtime.verify import verify
 
 pytest.importorskip("libtpu", reason="the TPU compiler comes with jax[tpu]")
 
@@ -59,3 +61,14 @@ def test_equal_stages_lower_for_sixteen_tpu_chips(chips: list[Any]) -> None:
     step = program(chips, scan=True, schedule="one_f_one_b")
     assert step.mesh.shape == {"stage": 4, "x0": 2, "x1": 2}
     assert "collective_permute" in step.lower().as_text()
+
+
+def test_a_plan_for_a_pod_is_found_and_verified(chips: list[Any]) -> None:
+    state, step, batch = support.gpt(scan=True, remat=True, dropout=0.0, batch=32)
+    graph = trace(step, state, batch)
+    plan = uniap.solve(uniap.estimate(graph, uniap.load_cluster("v5e:4x4")), executor="program", num_stages=4)
+    assert plan.executor == "program"
+    found = verify(uniap.compile_plan(graph, plan, devices=chips), full_copies=False, tolerance=float("inf"))
+    assert found.ok, found.problems
+    assert len(found.stages) == 4
+    assert found.programs[0].axes["collective-permute over stage"] >= 2

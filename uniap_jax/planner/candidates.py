@@ -10,6 +10,7 @@ from typing import Literal
 import numpy as np
 
 from uniap_jax.core.costs import Candidate, CostModel, CostTables
+from uniap_jax.core.equal_costs import EqualTables
 from uniap_jax.core.errors import InfeasibleError, OptionError
 from uniap_jax.core.plan import SCHEDULES
 from uniap_jax.core.strategy import DEGREES, Strategy
@@ -114,7 +115,7 @@ def changed_degrees(a: Strategy, b: Strategy) -> int:
     return degrees + sum((zero[0] != zero[1], a.keep != b.keep, a.sequence != b.sequence))
 
 
-def nearest(tables: CostTables, layer: int, wanted: Strategy) -> int | None:
+def nearest(tables: CostTables | EqualTables, layer: int, wanted: Strategy) -> int | None:
     """Position of the legal strategy of a layer with the fewest changed degrees, or None without a legal one.
 
     Of several with as few changes, the one whose degrees are nearest.

@@ -229,7 +229,7 @@ def _equal_plan(costs: CostModel, found: EqualResult, stages: Plan | None, clock
     other = stages.certificate if stages is not None else Certificate(status="pinned", bound_s=math.inf)
     gap, bound = gap_of(value, min(found.bound_s, other.bound_s))
     notes = [*costs.notes, _why(tables, found, stages)]
-    against = ()
+    against: tuple[tuple[str, float | None], ...] = ()
     if stages is not None:
         name = "one_stage" if stages.num_stages == 1 else "a_program_for_each_stage"
         against = ((name, stages.prediction.step_time_s),)

@@ -39,11 +39,9 @@ def free_port() -> int:
         return int(s.getsockname()[1])
 
 
-def launch(
-    scenario: str, size: int, *, devices: int = 4, timeout_s: float = 120.0, limit_s: float = LIMIT_S
-) -> list[Ended]:
+def launch(scenario: str, size: int, *, devices: int = 4, timeout_s: float = 120.0, line: str = "") -> list[Ended]:
     """Runs a job; what is still there at the limit is killed outright, for it may ignore anything softer."""
-    coordinator, line = (f"127.0.0.1:{free_port()}" for _ in range(2))
+    coordinator, line = f"127.0.0.1:{free_port()}", line or f"127.0.0.1:{free_port()}"
     flags = os.environ["XLA_FLAGS"].replace("device_count=8", f"device_count={devices // size}")
     env = {
         **os.environ,
@@ -88,9 +86,12 @@ def losses_of_one_device(steps: int) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize(("scenario", "size"), [("one_stage", 2), ("equal_stages", 2), ("equal_stages", 4)])
-def test_process_training_equals_one_device(scenario: str, size: int) -> None:
-    ended = launch(scenario, size)
+@pytest.mark.parametrize(
+    ("scenario", "size"),
+    [("one_stage", 2), ("alone", 2), ("auto", 2), ("equal_stages", 2), ("equal_stages", 4), ("checkpoint", 2)],
+)
+def test_process_training_equals_one_device(scenario: str, size: int, tmp_path: Path) -> None:
+    ended = launch(scenario, size, line=str(tmp_path) if scenario == "checkpoint" else "")
     assert [e.code for e in ended] == [0] * size, ended[0].err + ended[-1].err
     found = [json.loads(e.out.splitlines()[-1]) for e in ended]  # above it, what gloo has to say
     assert [f["devices"] for f in found] == [4] * size

@@ -12,17 +12,19 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+import orbax.checkpoint as orbax
 
+import uniap_jax as uniap
 import uniform_support as support
 from uniap_jax.core.graph import LayerGraph
 from uniap_jax.frontend import trace
-from uniap_jax.runtime import compile as compile_plan
 from uniap_jax.runtime.processes import Group, agree_on_plan, agree_on_program, connect, global_batch, local_rows
-from uniap_jax.runtime.uniform import compile_uniform
 
 STEPS = 20
 
@@ -35,66 +37,61 @@ def rows_of(graph: LayerGraph, batch: list[np.ndarray], shardings: Any) -> list[
     return global_batch(local, graph.step.batch, shardings)
 
 
-def one_stage(group: Group, graph: LayerGraph, batch: list[np.ndarray], state: Any) -> list[float]:
-    """P = 1: data ways over all processes."""
-
-    def make() -> Any:
-        return support.pinned(graph, 1, 2, "data=4", "gpipe", stages=[0] * len(graph.layers))
-
-    plan = agree_on_plan(group, make, fingerprint=graph.fingerprint)
-    step = compile_plan(graph, plan)
-    agree_on_program(group, step.lower())
-    tree = jax.tree.structure(state)
-    leaves = jax.tree.leaves(step.place(state, batch_tree(batch)))
-    rows = rows_of(graph, batch, step.batch_shardings)
-
-    def run(leaves: list[Any]) -> list[Any]:
-        new, metrics = step(jax.tree.unflatten(tree, leaves), batch_tree(rows))
-        return [*jax.tree.leaves(new), metrics["loss"]]
-
-    return train(group, leaves, run)
-
-
 def batch_tree(leaves: list[Any]) -> dict[str, Any]:
     """The batch of `support.residual` from its leaves."""
     return dict(zip(("x", "y"), leaves, strict=True))
 
 
+def parallelized(group: Group | None, batch: list[np.ndarray], step: Any, **pins: Any) -> list[float]:
+    """`parallelize` plans, compares and watches; the state is made in place, rows are read where they are needed."""
+    planned = uniap.parallelize(step, source="described", num_microbatches=2, processes=group, **pins)
+    state = planned.init(lambda: support.residual(aux=False)[0], batch=batch_tree(batch))
+    assert planned.plan.num_stages == 1 or planned.plan.executor == "program"
+    rows = batch_tree(rows_of(planned.graph, batch, planned.batch_shardings))
+    losses = []
+    for _ in range(STEPS):
+        state, metrics = planned(state, rows)
+        losses.append(float(metrics["loss"]))
+    return losses
+
+
 def equal_stages(
-    group: Group, graph: LayerGraph, batch: list[np.ndarray], state: Any, before: Callable[[int], None] = lambda n: None
+    group: Group, graph: LayerGraph, batch: list[np.ndarray], before: Callable[[int], None] = lambda n: None
 ) -> list[float]:
-    """A stage or more on every process."""
+    """A stage or more on every process, by the verbs one after another."""
 
     def make() -> Any:
-        return support.pinned(graph, group.size, 2, f"data={jax.device_count() // group.size}", "one_f_one_b")
+        plan = support.pinned(graph, group.size, 2, f"data={jax.device_count() // group.size}", "one_f_one_b")
+        return replace(plan, executor="program")
 
     plan = agree_on_plan(group, make, fingerprint=graph.fingerprint)
-    program = compile_uniform(graph, plan, jax.devices(), donated=[i for i in graph.step.output_leaf if i is not None])
-    agree_on_program(group, program.lower())
-    leaves: list[Any] = program.create(lambda: support.residual(aux=False)[0])
-    rows = rows_of(graph, batch, program.batch_shardings)
-
-    def run(leaves: list[Any]) -> list[Any]:
-        outputs = program(leaves, rows)
-        places = graph.step.output_leaf
-        return [*(outputs[places.index(i)] for i in range(len(leaves))), outputs[places.index(None)]]
-
-    return train(group, leaves, run, before)
-
-
-def train(
-    group: Group,
-    leaves: list[Any],
-    run: Callable[[list[Any]], list[Any]],
-    before: Callable[[int], None] = lambda n: None,
-) -> list[float]:
-    """Losses of some steps; `run(leaves) -> (*leaves, loss)`."""
+    step = uniap.compile_plan(graph, plan)
+    agree_on_program(group, step.lower())
+    state = step.init(lambda: support.residual(aux=False)[0])
+    rows = batch_tree(rows_of(graph, batch, step.batch_shardings))
     losses = []
     for number in range(STEPS):
         before(number)
         group.enter(number)
-        *leaves, loss = run(leaves)
-        losses.append(float(loss))
+        state, metrics = step(state, rows)
+        losses.append(float(metrics["loss"]))
+    return losses
+
+
+def saved_and_restored(folder: str, batch: list[np.ndarray], step: Any) -> list[float]:
+    """Half of the steps, a checkpoint written by all processes, read back by all, and the other half."""
+    planned = uniap.parallelize(step, source="described", num_stages=2, executor="program")
+    state = planned.init(lambda: support.residual(aux=False)[0], batch=batch_tree(batch))
+    rows = batch_tree(rows_of(planned.graph, batch, planned.batch_shardings))
+    losses = []
+    for number in range(STEPS):
+        if number == STEPS // 2:
+            with orbax.StandardCheckpointer() as checkpointer:
+                checkpointer.save(Path(folder) / "half", state)
+                checkpointer.wait_until_finished()
+                state = checkpointer.restore(Path(folder) / "half", planned.abstract_state())
+        state, metrics = planned(state, rows)
+        losses.append(float(metrics["loss"]))
     return losses
 
 
@@ -120,11 +117,18 @@ def main() -> None:
     state, step, batch = support.residual(aux=scenario == "differ" and rank == "1")
     graph = trace(step, state, batch)
     leaves = [batch["x"], batch["y"]]
-    with connect(line, timeout_s=float(timeout)) as group:
-        if scenario == "one_stage":
-            losses = one_stage(group, graph, leaves, state)
-        else:
-            losses = equal_stages(group, graph, leaves, state, misbehave(scenario, int(rank)))
+    if scenario == "alone":  # without lines of our own
+        losses = parallelized(None, leaves, step, num_stages=1, strategy="data=4")
+    elif scenario == "checkpoint":
+        losses = saved_and_restored(line, leaves, step)
+    else:
+        with connect(line, timeout_s=float(timeout)) as group:
+            if scenario == "one_stage":
+                losses = parallelized(group, leaves, step, num_stages=1, strategy="data=4")
+            elif scenario == "auto":
+                losses = parallelized(group, leaves, step, num_stages=2)
+            else:
+                losses = equal_stages(group, graph, leaves, misbehave(scenario, int(rank)))
     print(json.dumps({"rank": int(rank), "losses": losses, "devices": jax.device_count()}), flush=True)
     os._exit(0)  # what is tested is done; JAX's own farewell between processes is not
 

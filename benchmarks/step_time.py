@@ -1,0 +1,201 @@
+"""Seconds per step of plans against what people write by hand, on eight virtual CPU devices, taken in turns.
+
+    python -m benchmarks.step_time                 every model
+    python -m benchmarks.step_time gpt unbalanced  some
+    python -m benchmarks.step_time --rounds 15 --budget 60
+
+Every contender is compiled once; then each round times one step of each, so that a busy machine hits all alike. A
+contender's figure is its median over that of the best one by hand. `google-parallax` runs where it is installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import math
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("NPROC", "64")
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import linen as nn
+from flax.training import train_state
+
+import uniap_jax as uniap
+from benchmarks import by_hand
+from benchmarks.by_hand import ByHand, peak_bytes, program_bytes
+from benchmarks.markdown import head, made_on, row, say
+from uniap_jax import demo_gpt
+from uniap_jax.core.errors import UniapError
+
+SCRIPTS = Path(__file__).parent.parent / "tests" / "models" / "scripts"
+Built = tuple[Any, Callable[..., Any], Any]
+
+
+def _script(name: str, size: int, **sizes: Any) -> Built:
+    """A model of `tests/models/scripts` at another size, with a batch of `size` examples."""
+    spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    state, train_step, _ = module.build(**sizes)
+    return state, train_step, module.make_batch(size)
+
+
+class Unbalanced(nn.Module):
+    """A table of 32,768 rows under a light body: what one layer needs is no use for the others."""
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """[batch, sequence] to logits [batch, sequence, vocabulary]."""
+        table = nn.Embed(32768, 128, name="embed")
+        x = table(tokens)
+        for _ in range(2):
+            x = x + nn.Dense(128, name=None)(nn.gelu(nn.Dense(256)(nn.LayerNorm()(x))))
+        return table.attend(x)
+
+
+def unbalanced() -> Built:
+    """A huge tied embedding and two small blocks."""
+    model = Unbalanced()
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 32768, (8, 17)), jnp.int32)
+    batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
+    params = model.init(jax.random.key(0), batch["tokens"])["params"]
+    state = train_state.TrainState.create(apply_fn=model.apply, params=params, tx=optax.adamw(1e-3))
+
+    def train_step(state: Any, batch: Any) -> tuple[Any, Any]:
+        def loss(params: Any) -> jax.Array:
+            logits = model.apply({"params": params}, batch["tokens"])
+            return optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]).mean()
+
+        value, grads = jax.value_and_grad(loss)(state.params)
+        return state.apply_gradients(grads=grads), {"loss": value}
+
+    return state, train_step, batch
+
+
+MODELS: dict[str, Callable[[], Built]] = {
+    "gpt": lambda: demo_gpt.build(),
+    "vit": lambda: _script(
+        "hf_vit", 16, hidden_size=192, num_hidden_layers=6, num_attention_heads=4, intermediate_size=768
+    ),
+    "t5": lambda: _script("hf_t5", 16, d_model=192, d_kv=48, d_ff=768, num_layers=4, num_heads=4),
+    "resnet": lambda: _script("hf_resnet", 16, embedding_size=32, hidden_sizes=[32, 64, 128, 256]),
+    "moe": lambda: _script("pypi_nano_moe", 32),
+    "unbalanced": unbalanced,
+    "gpt, memory tight": lambda: demo_gpt.build(),
+}
+TIGHT = 0.9
+"""Memory allowed in the tight case, as a share of what the leanest contender by hand needs."""
+
+
+def contenders(built: Built, devices: Sequence[jax.Device]) -> dict[str, ByHand | str]:
+    """Contenders by hand, or why one does not run."""
+    state, train_step, batch = built
+    makers: dict[str, Callable[[], ByHand]] = {
+        "data": lambda: by_hand.data_parallel(train_step, state, batch, devices),
+        "fsdp": lambda: by_hand.fsdp(train_step, state, batch, devices),
+        "tensor 2": lambda: by_hand.tensor(train_step, state, batch, devices, ways=2),
+        "tensor 8": lambda: by_hand.tensor(train_step, state, batch, devices, ways=len(devices)),
+    }
+    found: dict[str, ByHand | str] = {}
+    for name, make in makers.items():
+        try:
+            made = make()
+            jax.block_until_ready(made.step.lower(made.state, made.batch).compile())
+            found[name] = made
+        except ValueError as error:
+            found[name] = str(error).splitlines()[0][:80]
+    return found
+
+
+def planned(built: Built, budget_s: float, memory_limit: str | int) -> tuple[Any, ByHand]:
+    """The plan's step in place."""
+    state, train_step, batch = built
+    step = uniap.parallelize(train_step, budget_s=budget_s, memory_limit=memory_limit)
+    placed = step.place(jax.tree.map(jnp.copy, state), batch)
+    return step.plan, ByHand(step=step, state=placed, batch=batch)
+
+
+def plan_peak_bytes(made: ByHand) -> int:
+    """The largest program of the plan, on one device."""
+    analyses = made.step.memory_analysis()
+    return max(program_bytes(a) for a in (analyses.values() if isinstance(analyses, dict) else [analyses]))
+
+
+def time_in_turns(runs: dict[str, ByHand], rounds: int) -> dict[str, float]:
+    """Median seconds per step; the first round warms up."""
+    states = {name: run.state for name, run in runs.items()}
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    names = list(runs)
+    for turn in range(rounds + 1):
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            start = time.perf_counter()
+            states[name], metrics = runs[name].step(states[name], runs[name].batch)
+            jax.block_until_ready((states[name], metrics))
+            times[name].append(time.perf_counter() - start)
+    return {name: statistics.median(t[1:]) for name, t in times.items()}
+
+
+def compare(name: str, rounds: int, budget_s: float) -> float | None:
+    """One row of the table; the plan's median over the best one by hand."""
+    built = MODELS[name]()
+    hands = contenders(built, jax.devices())
+    running = {n: made for n, made in hands.items() if isinstance(made, ByHand)}
+    peaks = {n: peak_bytes(made) for n, made in running.items()}
+    limit: str | int = "90%"
+    if "tight" in name:
+        limit = int(TIGHT * min(peaks.values()))
+        running = {}
+    try:
+        plan, made = planned(built, budget_s, limit)
+    except UniapError as error:
+        row(name, *(["-"] * 5), f"no plan: {str(error)[:80]}", "")
+        return None
+    medians = time_in_turns({**running, "plan": made}, rounds)
+    best = min((medians[n] for n in running), default=None)
+    cells = [f"{medians[n] * 1e3:.0f}" if n in medians else _why_not(n, hands, peaks, limit) for n in hands]
+    strategies = sorted({str(layer.strategy) for layer in plan.layers})
+    text = f"P={plan.num_stages}, c={plan.num_microbatches}: {'; '.join(strategies)}"
+    ratio = None if best is None else medians["plan"] / best
+    row(name, *cells, f"{medians['plan'] * 1e3:.0f}", "-" if ratio is None else f"{ratio:.2f}", text)
+    return ratio
+
+
+def _why_not(name: str, hands: dict[str, ByHand | str], peaks: dict[str, int], limit: str | int) -> str:
+    made = hands[name]
+    if isinstance(made, str):
+        return made
+    return f"does not fit: {peaks[name] / 2**20:.0f} of {int(limit) / 2**20:.0f} MiB"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", default=list(MODELS))
+    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--budget", type=float, default=60.0, help="seconds of profiling per model")
+    options = parser.parse_args(argv)
+    say(f"{made_on(('jax', 'flax', 'numpy'))} Medians of {options.rounds} rounds, ms per step.")
+    head("model", "data", "fsdp", "tensor 2", "tensor 8", "plan", "plan / best by hand", "what the plan is")
+    ratios = [r for r in (compare(name, options.rounds, options.budget) for name in options.models) if r is not None]
+    if ratios:
+        mean = math.exp(statistics.fmean(math.log(r) for r in ratios))
+        say(f"\nGeometric mean of plan / best by hand: {mean:.3f}, worst {max(ratios):.3f}.")
+
+
+if __name__ == "__main__":
+    main()

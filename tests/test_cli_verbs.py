@@ -93,11 +93,19 @@ def test_a_plan_file_with_a_wrong_field_names_it(plan_file: Path, tmp_path: Path
 
 
 def test_run_trains_under_a_saved_plan(plan_file: Path, tmp_path: Path) -> None:
-    facts = answer("run", *STEP, "--plan", str(plan_file), "--steps", "4", cwd=tmp_path)
+    files = ("--html", "plan.html", "--trace", "trace.json")
+    facts = answer("run", *STEP, "--plan", str(plan_file), "--steps", "4", *files, cwd=tmp_path)
     losses = [m["loss"] for m in facts["metrics"]]
     assert len(losses) == 4
     assert losses[-1] < losses[0]
     assert facts["step_time_s"] > 0
+    page = (tmp_path / "plan.html").read_text()
+    assert "measured, on the same scale" in page
+    assert "peak of a device of stage 1" in page
+    passes = [e for e in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if e["ph"] == "X"]
+    pieces = facts["plan"]["num_microbatches"]
+    assert sum(e["pid"] == 2 for e in passes) == 2 * 2 * pieces  # every pass of both stages, with a clock on it
+    assert all(e["dur"] >= 0 for e in passes)
 
 
 def test_run_refuses_the_plan_of_another_number_of_devices(plan_file: Path, tmp_path: Path) -> None:

@@ -49,3 +49,17 @@ def test_trace_has_a_named_thread_for_each_stage_and_all_slices(plan: Plan, tmp_
     assert (last["ts"], last["dur"]) == pytest.approx((200_000, 20_000))
     update = next(e for e in slices if e["cat"] == "update" and e["tid"] == 0)
     assert (update["ts"], update["dur"]) == pytest.approx((220_000, 20_000))
+
+
+def test_measured_passes_lie_over_the_predicted_ones(plan: Plan, tmp_path: Path) -> None:
+    from uniap_jax.core.observed import Observed
+
+    late = tuple(dataclasses.replace(e, end_s=e.end_s + 0.001) for e in predicted_events(plan))
+    write_trace(plan, tmp_path / "trace.json", Observed(events=late))
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    names = [e["args"]["name"].split(":")[0] for e in events if e["name"] == "process_name"]
+    assert names == ["predicted", "measured"]
+    first = {e["pid"]: (e["ts"], e["dur"]) for e in reversed(events) if e["ph"] == "X" and e["name"] == "forward 0"}
+    assert first[1] == pytest.approx((0, 10_000))
+    assert first[2] == pytest.approx((0, 11_000))
+    assert sum(e["ph"] == "X" and e["pid"] == 2 for e in events) == 12

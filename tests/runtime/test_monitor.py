@@ -25,7 +25,7 @@ from uniap_jax.core.schedule import make_schedule
 from uniap_jax.core.slowed import price, slowed
 from uniap_jax.runtime.monitor import Monitor, Proposal, expected_times, replanner
 from uniap_jax.runtime.pipeline import Pipeline
-from uniap_jax.runtime.stopwatch import Reading, Stopwatch, stage_times
+from uniap_jax.runtime.stopwatch import Reading, Stopwatch, passes, stage_times
 
 TX = optax.sgd(0.1, momentum=0.9)
 
@@ -47,7 +47,9 @@ def test_times_of_stages_come_from_moments_alone(name: str) -> None:
     events = schedule.simulate(forward, backward, links)
     ended = {(e.stage, e.task): e.end_s for e in events}
     issued = dict.fromkeys(ended, 0.0)
-    assert stage_times(schedule, issued, ended, (0.0,) * 3) == pytest.approx((3.0, 7.0, 4.5))
+    found = passes(schedule, issued, ended, (0.0,) * 3)
+    assert {(e.stage, e.task): e.end_s for e in found} == pytest.approx(ended)
+    assert stage_times(found, 3) == pytest.approx((3.0, 7.0, 4.5))
 
 
 def test_the_speed_of_a_machine_is_no_drift() -> None:

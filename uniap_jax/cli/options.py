@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 SCHEDULES = {"gpipe": "gpipe", "1f1b": "one_f_one_b", "one_f_one_b": "one_f_one_b", "auto": "auto"}
+REDACT = "leave out of the saved file what identifies the devices: their kind, and notes"
 EXIT_CODES = """\
 exit codes: 0 ok; 1 a step or a solver broke; 2 wrong use, or a step that cannot be read; 3 nothing fits, or the given
 plan cannot be made for this model and these devices; 4 no plan in time; 5 the check failed"""
@@ -167,6 +168,11 @@ def _solving() -> _Parser:
     return group
 
 
+def _add_pages(verb: _Parser, what: str) -> None:
+    verb.add_argument("--html", metavar="FILE", help=f"write {what} as a self-contained page")
+    verb.add_argument("--trace", metavar="FILE", help="write the step in time for ui.perfetto.dev")
+
+
 def make_parser() -> _Parser:
     """The parser of `uniap-jax`."""
     common, step, profiling, pinning, solving = _common(), _step(), _profiling(), _pinning(), _solving()
@@ -187,15 +193,16 @@ def make_parser() -> _Parser:
     add("trace", [step], "Show the layers a train step is cut into")
     profile = add("profile", [step, profiling], "Measure layers and links")
     profile.add_argument("--out", metavar="FILE", help="save the profile")
+    profile.add_argument("--redact", action="store_true", help=REDACT)
     plan = add("plan", [step, profiling, pinning, solving], "Find the fastest plan that fits, with its proof")
     plan.add_argument("--out", metavar="FILE", help="save the plan")
+    plan.add_argument("--redact", action="store_true", help=REDACT)
     plan.add_argument("--top-k", type=_count, default=1, metavar="K", help="find the K best plans (default 1)")
     plan.add_argument("--verify", action="store_true", help="compile the plan and compare memory with the prediction")
     explain = add("explain", [], "Show a saved plan, or how two differ")
     explain.add_argument("plan", metavar="PLAN.json")
     explain.add_argument("other", nargs="?", metavar="OTHER.json")
-    explain.add_argument("--html", metavar="FILE", help="write a self-contained page")
-    explain.add_argument("--trace", metavar="FILE", help="write the predicted schedule for ui.perfetto.dev")
+    _add_pages(explain, "the plan")
     check = add(
         "check", [step, profiling, pinning, solving], "Train under a plan and on one device, and compare the numbers"
     )
@@ -210,6 +217,7 @@ def make_parser() -> _Parser:
     run.add_argument("--plan", metavar="FILE", help="use this plan instead of searching one")
     run.add_argument("--steps", type=_count, default=10, metavar="N", help="training steps (default 10)")
     run.add_argument("--tensorboard", metavar="DIR", help="write metrics and step times there (extra: report)")
+    _add_pages(run, "the plan, with what was compiled and measured beside it,")
     demo = add("demo", [], "Plan, train and check a small GPT on virtual devices")
     demo.add_argument("--steps", type=_count, default=20, metavar="N", help="training steps (default 20)")
     demo.set_defaults(devices=8)

@@ -16,19 +16,22 @@ from uniap_jax.api import possible_executor
 from uniap_jax.cli.output import CHECK_FAILED, NO_PLAN_IN_TIME, NOTHING_FITS, OK, Output, UsageError, say
 from uniap_jax.cli.progress import profiling_bar, search_bar
 from uniap_jax.cli.steps import load_build
+from uniap_jax.cli.watching import follow, live_bytes, observe
 from uniap_jax.core.absent import absent_devices
 from uniap_jax.core.cluster import Cluster, local_cluster
 from uniap_jax.core.errors import OptionError
 from uniap_jax.core.graph import LayerGraph
+from uniap_jax.core.observed import NOTHING, Observed
 from uniap_jax.core.plan import Plan
 from uniap_jax.core.plan_text import format_seconds
 from uniap_jax.core.profile import Profile
-from uniap_jax.core.serialize import load, plan_to_json, profile_to_json, save
+from uniap_jax.core.serialize import load, plan_to_json, profile_to_json, redacted, save
 from uniap_jax.core.strategy import parse_strategy
 from uniap_jax.core.topology import load_cluster
 from uniap_jax.report import table
 from uniap_jax.report.facts import print_check, print_facts, print_profile, print_verify
-from uniap_jax.report.scalars import write_scalars
+from uniap_jax.report.scalars import step_scalars, write_scalars
+from uniap_jax.report.trace import write_trace
 from uniap_jax.runtime.verify import verify
 
 BUDGETS_S = {"measured": 120.0, "compiled": 480.0, "described": 120.0}
@@ -81,7 +84,7 @@ def profile(options: Namespace, output: Output) -> int:
     """Measures layers and links."""
     found = _profile(options, _trace(options), _cluster(options))
     if options.out:
-        save(found, options.out)
+        save(redacted(found) if options.redact else found, options.out)
         say(f"saved {options.out}")
     facts = {"ok": True, **profile_to_json(found)}
     output.show(facts, lambda stream: print_profile(found, stream))
@@ -95,7 +98,7 @@ def plan(options: Namespace, output: Output) -> int:
         absent_devices(cluster)  # says what is missing before anything is searched
     found = _plan(options, graph, cluster, top_k=options.top_k)
     if options.out:
-        save(found, options.out)
+        save(redacted(found) if options.redact else found, options.out)
         say(f"saved {options.out}")
     facts = plan_facts(found)
     output.people(lambda stream: table.print_plan(found, stream))
@@ -127,14 +130,7 @@ def explain(options: Namespace, output: Output) -> int:
     from uniap_jax.report.difference import plan_difference
 
     first = _load(options.plan)
-    if options.html:
-        Path(options.html).write_text(first.to_html(), encoding="utf-8")
-        say(f"wrote {options.html}")
-    if options.trace:
-        from uniap_jax.report.trace import write_trace
-
-        write_trace(first, options.trace)
-        say(f"wrote {options.trace}")
+    _write(options, first, NOTHING)
     if not options.other:
         output.show(plan_facts(first), lambda stream: table.print_plan(first, stream))
         return OK
@@ -189,20 +185,26 @@ def run(options: Namespace, output: Output) -> int:
     chosen = _load(options.plan) if options.plan else _plan(options, graph, cluster)
     step = uniap.compile_plan(graph, chosen, cluster)
     state = step.place(state, batch)
-    seconds, history = [], []
+    monitor = follow(step) if options.html or options.trace else None
+    seconds, history, live = [], [], []
     for _ in range(options.steps):
         start = time.perf_counter()
         state, metrics = step(state, batch)
         jax.block_until_ready(metrics)
         seconds.append(time.perf_counter() - start)
         history.append(_scalars(metrics))
+        live.append(live_bytes(jax.devices()))
         told = "  ".join(f"{name} {value:.5g}" for name, value in history[-1].items())
         output.text(f"step {len(history):4d}  {format_seconds(seconds[-1])}  {told}")
     median = statistics.median(seconds[1:] or seconds)
     predicted = chosen.prediction.step_time_s
     if options.tensorboard:
-        write_scalars(options.tensorboard, history, seconds=seconds, predicted_step_time_s=predicted)
+        known = [b for b in live if b is not None]
+        points = step_scalars(history, seconds=seconds, predicted_step_time_s=predicted, live_bytes=known)
+        write_scalars(options.tensorboard, points)
         say(f"wrote {options.tensorboard}")
+    if options.html or options.trace:
+        _write(options, chosen, observe(step, seconds, monitor))
     output.text(f"median step {format_seconds(median)}, predicted {format_seconds(predicted)}")
     output.result(
         {
@@ -215,6 +217,16 @@ def run(options: Namespace, output: Output) -> int:
         }
     )
     return OK
+
+
+def _write(options: Namespace, plan: Plan, observed: Observed) -> None:
+    """The page and the trace that were asked for."""
+    if options.html:
+        Path(options.html).write_text(plan.to_html(observed), encoding="utf-8")
+        say(f"wrote {options.html}")
+    if options.trace:
+        write_trace(plan, options.trace, observed)
+        say(f"wrote {options.trace}")
 
 
 def demo(options: Namespace, output: Output) -> int:

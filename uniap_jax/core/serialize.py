@@ -59,6 +59,17 @@ def save(value: Plan | Profile, path: str | os.PathLike[str]) -> None:
     write_atomically(Path(path), msgspec.json.format(msgspec.json.encode(data), indent=1) + b"\n")
 
 
+def redacted(value: Plan | Profile) -> Plan | Profile:
+    """Without what identifies the machine: the kind of its devices, and notes, which may name it.
+
+    Nothing else in a plan or a profile comes from the machine but numbers. A redacted profile belongs to no cluster any
+    more, so it can be read but not planned with; a redacted plan runs as before.
+    """
+    if isinstance(value, Profile):
+        return dataclasses.replace(value, device_kind="", notes=())
+    return dataclasses.replace(value, device_kind="", certificate=dataclasses.replace(value.certificate, notes=()))
+
+
 def load(path: str | os.PathLike[str]) -> Plan | Profile:
     """Reads what `save` wrote.
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
 
-from uniap_jax.core.schedule import BACKWARD, FORWARD, Schedule, Task
+from uniap_jax.core.schedule import BACKWARD, FORWARD, Event, Schedule, Task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,10 +24,12 @@ class Reading:
     Attributes:
         step: its number, from 0.
         stage_time_s: per stage, forward and backward of one micro-batch: medians over the micro-batches.
+        events: every pass, in seconds from the start of the first one.
     """
 
     step: int
     stage_time_s: tuple[float, ...]
+    events: tuple[Event, ...] = ()
 
 
 class Stopwatch:
@@ -80,9 +82,10 @@ class Stopwatch:
         if last:
             before = self._previous.ends() if self._previous is not None else (0.0,) * self._schedule.num_stages
             self._previous = None
-            times = stage_times(self._schedule, self._issued, self._ended, before)
+            events = passes(self._schedule, self._issued, self._ended, before)
             self._finished.set()
-            self._done(Reading(step=self._step, stage_time_s=times))
+            times = stage_times(events, self._schedule.num_stages)
+            self._done(Reading(step=self._step, stage_time_s=times, events=events))
 
     def ends(self) -> tuple[float, ...]:
         """When each stage ended its last task; waits for it."""
@@ -90,13 +93,13 @@ class Stopwatch:
         return tuple(self._ended[stage, tasks[-1]] for stage, tasks in enumerate(self._schedule.tasks))
 
 
-def stage_times(
+def passes(
     schedule: Schedule,
     issued: Mapping[tuple[int, Task], float],
     ended: Mapping[tuple[int, Task], float],
     before: Sequence[float],
-) -> tuple[float, ...]:
-    """Per stage, median forward plus median backward.
+) -> tuple[Event, ...]:
+    """Every pass of a step with its start and end, in seconds from the start of the first one.
 
     A task starts when it has been issued, the one before it on its stage has ended, and those it needs have ended; so
     the time of a transfer counts for the stage that waits for it.
@@ -109,12 +112,19 @@ def stage_times(
     """
     found = []
     for stage, tasks in enumerate(schedule.tasks):
-        times: dict[str, list[float]] = {FORWARD: [], BACKWARD: []}
         last = before[stage]
         for task in tasks:
             needed = [ended[key] for key in schedule.needs(stage, task)]
-            start = max([last, issued[stage, task], *needed])
-            last = ended[stage, task]
-            times[task.kind].append(max(0.0, last - start))
-        found.append(statistics.median(times[FORWARD]) + statistics.median(times[BACKWARD]))
-    return tuple(found)
+            start, last = max([last, issued[stage, task], *needed]), ended[stage, task]
+            found.append((stage, task, start, max(start, last)))
+    first = min(start for _, _, start, _ in found)
+    return tuple(Event(stage=i, task=t, start_s=start - first, end_s=end - first) for i, t, start, end in found)
+
+
+def stage_times(events: Sequence[Event], num_stages: int) -> tuple[float, ...]:
+    """Per stage, median forward plus median backward."""
+
+    def median(stage: int, kind: str) -> float:
+        return statistics.median(e.end_s - e.start_s for e in events if e.stage == stage and e.task.kind == kind)
+
+    return tuple(median(stage, FORWARD) + median(stage, BACKWARD) for stage in range(num_stages))

@@ -16,17 +16,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from uniap_jax.core.costs import Candidate
-from uniap_jax.core.described import batch_bytes, divisors, param_bytes
+from uniap_jax.core.described import Describer, batch_bytes, divisors, param_bytes
 from uniap_jax.core.equal_costs import EqualTables
-from uniap_jax.core.equal_stages import EqualRun, find_run
+from uniap_jax.core.equal_stages import EqualRun, cut_loop, find_run
 from uniap_jax.core.errors import StrategyError
 from uniap_jax.core.graph import Layer, LayerGraph, Value
+from uniap_jax.core.loop_turn import turn_of
 from uniap_jax.core.plan import SCHEDULES
+from uniap_jax.core.profile import LayerCost
+from uniap_jax.core.sharding import axis_sizes, layer_sharding, shard_bytes
 from uniap_jax.core.strategy import Strategy
 from uniap_jax.core.vjp import is_float
 from uniap_jax.cost_model.reshard import reshard_seconds
 
 if TYPE_CHECKING:
+    from jax.sharding import PartitionSpec
+
     from uniap_jax.cost_model.assemble import TableModel
 
 FloatArray = NDArray[np.float64]
@@ -75,6 +80,53 @@ def boundary(graph: LayerGraph, run: EqualRun, num_stages: int) -> Boundary:
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnShares:
+    """What each device holds of a turn's weights, as a share of the whole, said for each input of the loop."""
+
+    stored: tuple[float, ...]
+    grads: tuple[float, ...]
+    optimizer: tuple[float, ...]
+
+
+class TurnCosts:
+    """One turn of a loop as a layer of its own, described.
+
+    Args:
+        model: whose cluster and links are used.
+        layer: of the graph, that holds the loop.
+    """
+
+    def __init__(self, model: TableModel, layer: int) -> None:
+        whole = model.graph
+
+        def turn(graph: LayerGraph) -> LayerGraph:
+            alone = turn_of(graph, cut_loop(graph, layer)).graph
+            return replace(alone, microbatch=lambda count: turn(whole.microbatch(count)))
+
+        self._graph = turn(whole)
+        self._layer = self._graph.layers[0]
+        self._describer = Describer(self._graph, model.cluster, model._links)
+
+    def cost(self, strategy: Strategy, *, samples: int) -> LayerCost | None:
+        """Of one micro-batch; None where the strategy is illegal."""
+        try:
+            return self._describer.cost(self._layer, strategy, samples=samples, fused=False)
+        except StrategyError:
+            return None
+
+    def shares(self, strategy: Strategy, count: int) -> TurnShares:
+        """What a device holds of the weights, of all of them together, said for each of the loop's `count` inputs."""
+        found, sizes = layer_sharding(self._graph, self._layer, strategy), dict(axis_sizes(strategy.num_devices))
+        values = [self._graph.params[p] for p in self._layer.params]
+        total = max(sum(v.nbytes for v in values), 1)
+
+        def share(specs: Sequence[PartitionSpec]) -> tuple[float, ...]:
+            return (sum(shard_bytes(v, s, sizes) for v, s in zip(values, specs, strict=True)) / total,) * count
+
+        return TurnShares(stored=share(found.stored), grads=share(found.grads), optimizer=share(found.optimizer))
+
+
 class EqualStages:
     """Builds `EqualTables` with the numbers of a `TableModel`.
 
@@ -90,6 +142,7 @@ class EqualStages:
         self._model, self._stages = model, num_stages
         self.run = find_run(model.graph, num_stages)
         self._boundary = boundary(model.graph, self.run, num_stages)
+        self._turn = TurnCosts(model, self.run.first) if self.run.is_loop else None
         first, last = self.run.first, self.run.last
         layers = range(len(model.graph.layers))
         self._row_of = tuple(i if i < first else first if i < last else i - (last - first) + 1 for i in layers)
@@ -149,24 +202,37 @@ class EqualStages:
         if cost.origin == "does_not_fit":
             return None
         share = 1.0 / self._stages if self.run.is_loop else float(self.run.count // self._stages)
+        kept, transient = share * cost.kept_bytes, cost.transient_bytes
+        if self._turn is not None:  # the loop is kept and recomputed turn by turn
+            alone = self._turn.cost(strategy, samples=model.batch_size // pieces)
+            if alone is None:
+                return None
+            kept, transient = share * self.run.count * alone.kept_bytes, alone.transient_bytes
+            if cost.origin == "described":
+                cost = replace(alone, sync_s=alone.sync_s * self.run.count)
+                cost = replace(
+                    cost, forward_s=cost.forward_s * self.run.count, backward_s=cost.backward_s * self.run.count
+                )
         handed = self._pass_s(strategy, candidate)
         state, grads, stacked = self._run_state(layer, strategy)
         at_once = self._boundary.moved_bytes / pieces / strategy.batch_ways
         slots = (self._boundary.still_bytes / pieces / strategy.batch_ways) + at_once
-        held = kept_microbatches(candidate) * share * cost.kept_bytes + 4.0 * slots
+        held = kept_microbatches(candidate) * kept + 4.0 * slots
         if candidate.schedule == "gpipe":  # gradients that entered the last stage wait for the way back
             held += (pieces + self._stages - 1) * at_once / self._stages
         return Row(
             time_s=share * (cost.time_s + cost.sync_s) + handed,
             iteration_s=share * model._update_s(layer, strategy),
             memory_bytes=share * (state + grads + stacked) + held,
-            transient_bytes=cost.transient_bytes,
+            transient_bytes=transient,
             pass_s=handed,
         )
 
     def _run_state(self, layer: Layer, strategy: Strategy) -> tuple[float, float, float]:
         """Bytes of one layer (of the whole loop): state; sums of gradients and one tick's; copies that are stacked."""
-        state, shares = self._model._state, self._model._sharding(layer, strategy)
+        state = self._model._state
+        turn = self._turn
+        shares = turn.shares(strategy, len(layer.params)) if turn else self._model._sharding(layer, strategy)
         kept = grads = stacked = 0.0
         for i, p in enumerate(layer.params):
             work, stored = state.work[p], state.param[p]

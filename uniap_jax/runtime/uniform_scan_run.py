@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
 
-from uniap_jax.core.graph import Layer, LayerGraph, Operand, Value
+from uniap_jax.core.graph import Layer, LayerGraph
 from uniap_jax.core.jax_compat import ClosedJaxpr, Literal, Var
-from uniap_jax.core.jaxprs import close, live_eqns, open_jaxpr, signature, variables
+from uniap_jax.core.jaxprs import close, live_eqns, open_jaxpr, variables
 from uniap_jax.core.loop_cut import ScanCut
+from uniap_jax.core.loop_turn import kinds_of, turn_of
 from uniap_jax.core.sharding import LayerSharding, layer_sharding
 from uniap_jax.core.strategy import Strategy
 from uniap_jax.runtime.uniform_run import Run, Slot, Weight
@@ -28,8 +29,8 @@ def scan_run(graph: LayerGraph, layer: Layer, cut: ScanCut, strategy: Strategy) 
         cut: how it was made.
         strategy: of every turn.
     """
-    kinds = [*(_const_kind(cut, c) for c in cut.consts), *(["slot"] * cut.num_carry), *(["stacked"] * len(cut.scanned))]
-    sharding, layouts = _body_sharding(graph, cut, kinds, strategy)
+    kinds = kinds_of(cut)
+    sharding, layouts = _body_sharding(graph, cut, strategy)
     avals = [v.aval for v in open_jaxpr(cut.body).invars]
     stacked: list[Weight] = []
     shared: list[Weight] = []
@@ -93,12 +94,6 @@ def scan_run(graph: LayerGraph, layer: Layer, cut: ScanCut, strategy: Strategy) 
     )
 
 
-def _const_kind(cut: ScanCut, atom: Any) -> str:
-    if cut.is_static(atom):
-        return "shared"
-    return "operand" if cut.is_operand(atom) else "slot"
-
-
 def _slot(graph: LayerGraph, number: int, kind: str, output: int | None, spec: PartitionSpec) -> Slot:
     value = graph.values[number]
     return Slot(
@@ -122,49 +117,19 @@ class _Layout:
     optimizer: PartitionSpec = EVERYWHERE
 
 
-def _body_sharding(
-    graph: LayerGraph, cut: ScanCut, kinds: Sequence[str], strategy: Strategy
-) -> tuple[LayerSharding, list[_Layout]]:
+def _body_sharding(graph: LayerGraph, cut: ScanCut, strategy: Strategy) -> tuple[LayerSharding, list[_Layout]]:
     """One turn of the loop as a layer under the strategy."""
-    body, rows = open_jaxpr(cut.body), graph.batch_size // graph.num_microbatches
-    trained = [
-        isinstance(atom, Var) and atom in cut.trained and kind in ("stacked", "shared")
-        for atom, kind in zip(cut.eqn.invars, kinds, strict=True)
-    ]
-    groups: tuple[list[int], list[int], list[int]] = ([], [], [])
-    for i, (t, kind) in enumerate(zip(trained, kinds, strict=True)):
-        groups[0 if t else 2 if kind == "slot" else 1].append(i)
-
-    def value(var: Any, batched: bool) -> dict[str, Any]:
-        shape = tuple(var.aval.shape)
-        dim = next((d for d, size in enumerate(shape) if size == rows), None) if batched else None
-        return {"shape": shape, "dtype": var.aval.dtype, "batch_dim": dim}
-
-    params = tuple(Value(**value(body.invars[i], False)) for i in groups[0])
-    operands = tuple(Operand(kind="state", **value(body.invars[i], kinds[i] == "operand")) for i in groups[1])
-    reads = [Value(**value(body.invars[i], True)) for i in groups[2]]
-    writes = [Value(**value(v, True)) for v in body.outvars]
-    jaxpr = close([body.invars[i] for g in groups for i in g], body.outvars, body.eqns)
-    turn = replace(
-        cut.layer,
-        jaxpr=jaxpr,
-        params=tuple(range(len(params))),
-        operands=tuple(range(len(operands))),
-        reads=tuple(range(len(reads))),
-        writes=tuple(range(len(reads), len(reads) + len(writes))),
-        signature=f"{signature(jaxpr)}-{len(params)}-{len(operands)}",
-    )
-    alone = replace(graph, params=params, operands=operands, values=(*reads, *writes))
-    sharding = layer_sharding(alone, turn, strategy)
-    layouts = [_Layout() for _ in kinds]
-    for at, i in enumerate(groups[0]):
+    turn = turn_of(graph, cut)
+    sharding = layer_sharding(turn.graph, turn.graph.layers[0], strategy)
+    layouts = [_Layout() for _ in turn.kinds]
+    for at, i in enumerate(turn.params):
         layouts[i] = _Layout(
             compute=sharding.params[at],
             stored=sharding.stored[at],
             grads=sharding.grads[at],
             optimizer=sharding.optimizer[at],
         )
-    for specs, group in ((sharding.operands, groups[1]), (sharding.reads, groups[2])):
+    for specs, group in ((sharding.operands, turn.operands), (sharding.reads, turn.reads)):
         for spec, i in zip(specs, group, strict=True):
             layouts[i] = _Layout(compute=spec)
     return sharding, layouts

@@ -59,10 +59,10 @@ class Boundary:
 def kept_microbatches(candidate: Candidate) -> int:
     """Micro-batches whose kept values a device holds: GPipe one a tick, 1F1B those between their two passes.
 
-    1F1B has min(2P - 1, c + 1) places, and what the forward pass has just made beside them.
+    1F1B has min(2P - 1, c + 1) places. Under both, what the forward pass has just made stands beside what is stored.
     """
     stages, pieces = candidate.num_stages, candidate.num_microbatches
-    return pieces + stages - 1 if candidate.schedule == "gpipe" else min(2 * stages - 1, pieces + 1) + 1
+    return 1 + (pieces + stages - 1 if candidate.schedule == "gpipe" else min(2 * stages - 1, pieces + 1))
 
 
 def boundary(graph: LayerGraph, run: EqualRun, num_stages: int) -> Boundary:

@@ -109,17 +109,22 @@ def search_equal(
         clock: when to stop.
         upper: plans that take as long are of no interest.
     """
-    every = [(tables_of(c), c) for c in sorted(candidates)]
+    every: list[tuple[EqualTables, Candidate]] = []
+    value, left = upper, math.inf
+    for candidate in sorted(candidates):
+        if clock.expired():  # nothing is known of those that are left
+            left = 0.0
+            break
+        every.append((tables_of(candidate), candidate))
     bounds = [quick_bound(t) for t, _ in every]
     order = sorted(range(len(every)), key=lambda i: (bounds[i], every[i][1]))
     best: tuple[EqualTables, tuple[int, ...], Evaluation] | None = None
-    value, left = upper, math.inf
     for position, i in enumerate(order):
         tables = every[i][0]
         if bounds[i] >= value:
             break
         if clock.expired():
-            left = bounds[order[position]]
+            left = min(left, bounds[order[position]])
             break
         choice = best_choice(tables, upper=value)
         if choice is None:

@@ -18,7 +18,7 @@ from uniap_jax.planner.answer import gap_of
 from uniap_jax.planner.candidates import Auto, filled, nearest
 from uniap_jax.planner.clock import Clock
 from uniap_jax.planner.equal_stages import EqualResult, search_equal
-from uniap_jax.planner.search import PROOF_GAP
+from uniap_jax.planner.search import PROOF_GAP, TIE
 from uniap_jax.planner.solve import solve as solve_stages
 
 ENGINE = "equal_stages"
@@ -84,12 +84,13 @@ def solve(
             "executor='stages'",
             executor=executor,
         )
+    alone = executor == "program" and num_stages not in (1, "auto")
+    # equal stages first: their tables are few, and a stage search may take all the time that is left
+    equal, reason = _equal(costs, wanted, clock=clock if alone else Clock(limit_s=time_limit_s / 2), must=alone)
     stages: Plan | UniapError | None = None
-    if executor == "auto" or num_stages in (1, "auto"):
+    if not alone:
         only = 1 if executor == "program" else num_stages
-        stages = _attempt(costs, time_limit_s=time_limit_s, num_stages=only, **fixed)
-    upper = stages.prediction.step_time_s if isinstance(stages, Plan) else math.inf
-    equal, reason = _equal(costs, wanted, clock=clock, upper=upper, must=stages is None)
+        stages = _attempt(costs, time_limit_s=max(clock.left(), 1e-3), num_stages=only, **fixed)
     return _better(costs, stages, equal, reason, clock)
 
 
@@ -100,9 +101,7 @@ def _attempt(costs: CostModel, **options: Any) -> Plan | UniapError:
         return error
 
 
-def _equal(
-    costs: CostModel, wanted: _Wanted, *, clock: Clock, upper: float, must: bool
-) -> tuple[EqualResult | None, str]:
+def _equal(costs: CostModel, wanted: _Wanted, *, clock: Clock, must: bool) -> tuple[EqualResult | None, str]:
     """The best plan of equal stages, or why there is none.
 
     Raises:
@@ -123,7 +122,7 @@ def _equal(
             return tables
         return _pinned(tables, filled(wanted.strategy, costs.num_devices // candidate.num_stages))
 
-    return search_equal(tables_of, possible, clock=clock, upper=upper), ""
+    return search_equal(tables_of, possible, clock=clock), ""
 
 
 def _candidates(costs: CostModel, wanted: _Wanted) -> list[Candidate]:
@@ -178,20 +177,20 @@ def _better(
     costs: CostModel, stages: Plan | UniapError | None, equal: EqualResult | None, reason: str, clock: Clock
 ) -> Plan:
     """The faster of two plans, with what is known of the other."""
-    if equal is not None and equal.tables is not None:
-        return _equal_plan(costs, equal, stages if isinstance(stages, Plan) else None, clock)
-    if isinstance(stages, Plan):
-        if stages.num_stages == 1 and equal is None:
-            note = f"one program for several stages was not considered: {reason}"
-        elif equal is None:
-            note = f"a program for each stage; one for all was not considered: {reason}"
+    planned = stages if isinstance(stages, Plan) else None
+    value = math.inf if planned is None else planned.prediction.step_time_s
+    if equal is not None and equal.value < value * (1 - TIE):
+        return _equal_plan(costs, equal, planned, clock)
+    if planned is not None:
+        one = "one program for equal stages"
+        if equal is None:
+            note = f"{one} was not considered: {reason}"
+        elif math.isfinite(equal.value):
+            note = f"{one} would take {format_seconds(equal.value)}"
         else:
-            note = (
-                f"a program for each stage rather than one for all: none of its {equal.candidates} candidates takes "
-                f"less than {format_seconds(stages.prediction.step_time_s)}"
-            )
-        return _with_other_bound(stages, math.inf if equal is None else equal.bound_s, note)
-    if stages is not None:
+            note = f"{one} does not fit, or was not found in time ({equal.candidates} candidates)"
+        return _with_other_bound(planned, math.inf if equal is None else equal.bound_s, note)
+    if isinstance(stages, UniapError):
         raise stages
     assert equal is not None
     if clock.expired():

@@ -139,3 +139,50 @@ def test_local_devices_share_the_host():
     assert cluster.capacity_bytes == int(cluster.memory_bytes * 0.5)
     four = local_cluster(jax.devices()[:4])
     assert (four.num_devices, four.memory_bytes) == (4, cluster.memory_bytes)
+
+
+def torus(name):
+    cluster = load_cluster(name)
+    return cluster, cluster.link_efficiency
+
+
+def test_a_group_over_whole_axes_of_a_torus_uses_them_all():
+    cluster, share = torus("v5p:4x4x4")
+    ring = 2 * 100e9 * share  # an axis of four closes, and sends both ways
+    assert cluster.route(4).bandwidth_bytes_per_s == pytest.approx(ring)
+    assert cluster.route(16).bandwidth_bytes_per_s == pytest.approx(2 * ring)
+    assert cluster.route(64).bandwidth_bytes_per_s == pytest.approx(3 * ring)
+    assert cluster.route(4, 16).bandwidth_bytes_per_s == pytest.approx(ring)  # the outer axis alone
+    assert cluster.route(16, 4).bandwidth_bytes_per_s == pytest.approx(2 * ring)
+
+
+def test_part_of_an_axis_is_a_line_and_groups_that_interleave_share_it():
+    cluster, share = torus("v5p:4x4x4")
+    assert cluster.route(2).bandwidth_bytes_per_s == pytest.approx(100e9 * share)
+    assert cluster.route(2, 2).bandwidth_bytes_per_s == pytest.approx(50e9 * share)
+    assert cluster.route(8).bandwidth_bytes_per_s == pytest.approx(2 * 100e9 * share)  # a ring and a line, at the line
+    assert cluster.route(1).bandwidth_bytes_per_s == float("inf")
+
+
+def test_short_axes_of_v5e_do_not_close():
+    cluster, share = torus("v5e:4x4")
+    assert cluster.route(16).bandwidth_bytes_per_s == pytest.approx(2 * 50e9 * share)
+    assert cluster.boundary(4).bandwidth_bytes_per_s == pytest.approx(50e9 * share)  # to the row beside
+    assert cluster.boundary(8).bandwidth_bytes_per_s == pytest.approx(25e9 * share)  # two devices on along a row
+
+
+def test_two_devices_of_a_chip_share_its_links():
+    cluster, share = torus("tpu7x:2x2x2")
+    assert cluster.num_devices == 16
+    assert cluster.links[0].name == "chip"
+    assert cluster.route(2, 2).bandwidth_bytes_per_s == pytest.approx(50e9 * share)
+    assert cluster.route(2).bandwidth_bytes_per_s == pytest.approx(600e9 * share)
+
+
+@pytest.mark.parametrize("slowdown", [0.5, 2.5, float("nan")])
+def test_impossible_overlap(slowdown):
+    from dataclasses import replace
+
+    with pytest.raises(ProfileError) as error:
+        replace(two_nodes(), overlap_slowdown=slowdown)
+    assert error.value.field == "overlap_slowdown"

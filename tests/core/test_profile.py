@@ -2,7 +2,17 @@ import pytest
 
 from uniap_jax.core.cluster import load_cluster
 from uniap_jax.core.errors import ProfileError
-from uniap_jax.core.profile import Key, LayerCost, LinkFit, Links, Profile, described_link, ring_factor
+from uniap_jax.core.profile import (
+    Key,
+    LayerCost,
+    LinkFit,
+    Links,
+    Profile,
+    Rates,
+    described_link,
+    overlapped,
+    ring_factor,
+)
 
 COST = {"forward_s": 1.0, "backward_s": 2.0, "sync_s": 0.5, "kept_bytes": 10.0, "transient_bytes": 5.0}
 
@@ -83,3 +93,20 @@ def test_measured_links_replace_described_ones_and_scale_their_neighbours():
     assert links.fit("all_gather", 8, 1) == described_link(cluster, "all_gather", 8, 1)
     assert links.time_s("all_reduce", 1e6, 1, 1) == 0.0
     assert links.time_s("all_reduce", 0.0, 8, 1) == 0.0
+
+
+def test_kernels_and_collectives_that_run_together():
+    assert overlapped(3.0, 1.0, 1.0) == 3.0  # hidden
+    assert overlapped(3.0, 1.0, 2.0) == 4.0  # one after the other
+    assert overlapped(1.0, 3.0, 1.3) == pytest.approx(3.3)
+
+
+@pytest.mark.parametrize("field", ["update_bytes_per_s", "dispatch_s", "overlap_slowdown"])
+@pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
+def test_impossible_rates_name_their_field(field, value):
+    with pytest.raises(ProfileError) as error:
+        Rates(**{field: value})
+    assert error.value.field == field
+    with pytest.raises(ProfileError) as error:
+        Rates(contention=((2, value),))
+    assert "contention" in error.value.field

@@ -308,8 +308,7 @@ class Describer:
     def _working_weights(self, strategy: Strategy, weights: ParamBytes, fused: bool) -> float:
         if strategy.fsdp == 1:
             return 0.0
-        gathered = weights.used if strategy.zero == 3 and not (fused and strategy.keep == "all") else 0.0
-        return gathered + (weights.full_grads if strategy.zero >= 2 else 0.0)
+        return weights.used if strategy.zero == 3 and not (fused and strategy.keep == "all") else 0.0
 
 
 def _local(samples: int, strategy: Strategy) -> float:

@@ -41,6 +41,8 @@ class LayerCost:
         kept_bytes: what the forward leaves for the backward, parameters apart.
         transient_bytes: the most that is alive inside the forward or the backward beyond arguments, kept values
             and gradients.
+        marginal_bytes: what one more equal layer adds to the step of one program beside its state: kept values,
+            gradients and accumulators, as far as they are alive at once; 0 where no compiler was asked.
         origin: one of ORIGINS.
         spread: half the range between the quartiles over the median; 0 where nothing was timed.
         runs: timed runs behind the median.
@@ -51,12 +53,13 @@ class LayerCost:
     sync_s: float
     kept_bytes: float
     transient_bytes: float
+    marginal_bytes: float = 0.0
     origin: str = "described"
     spread: float = 0.0
     runs: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("forward_s", "backward_s", "sync_s", "kept_bytes", "transient_bytes", "spread"):
+        for name in ("forward_s", "backward_s", "sync_s", "kept_bytes", "transient_bytes", "marginal_bytes", "spread"):
             check_number(name, getattr(self, name))
         if self.origin not in ORIGINS:
             raise ProfileError(f"origin {self.origin!r} is unknown; use one of {', '.join(ORIGINS)}", field="origin")

@@ -20,20 +20,19 @@ from uniap_jax.core.profile import Key, LayerCost, Links, Profile, Rates
 from uniap_jax.core.sharding import LayerSharding, axis_sizes, layer_sharding, shard_bytes
 from uniap_jax.core.strategy import Strategy, enumerate_strategies, used_degrees
 from uniap_jax.cost_model.equal_stages import EqualModel
+from uniap_jax.cost_model.memory import Held, beside_state
 from uniap_jax.cost_model.pipeline import busy_factor, flights, working_share
 from uniap_jax.cost_model.reshard import bundles, reshard_seconds, transfer_seconds
 from uniap_jax.cost_model.state import state_bytes
 
 FloatArray = NDArray[np.float64]
 
-ACCUMULATORS = 2.0
-"""Copies of the accumulated gradients: a loop's carry and its next value."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shares:
     """What each device holds of each of a layer's parameters, as a share of the whole."""
 
+    used: tuple[float, ...]
     stored: tuple[float, ...]
     grads: tuple[float, ...]
     optimizer: tuple[float, ...]
@@ -200,12 +199,10 @@ class TableModel:
                 cost = self._cost(layer, strategy, self.batch_size // pieces, stages == 1)
                 allowed[group, k] = cost.origin != "does_not_fit"
                 time[group, k], iteration[group, k] = self._seconds(layer, strategy, cost, candidate)
-                held, grads = self._fixed_bytes(layer, strategy, candidate)
+                held = self._held(layer, strategy, candidate)
+                always, each = beside_state(cost, held, candidate, self.cluster.platform)
+                fixed[group, k], kept[group, k] = held.state + always, each
                 transient[group, k] = cost.transient_bytes
-                if stages == 1:  # as gradients appear kept values go: the larger of the two is alive
-                    fixed[group, k], kept[group, k] = held, max(cost.kept_bytes, grads)
-                else:
-                    fixed[group, k], kept[group, k] = held + grads, cost.kept_bytes
         fixed += working_share(transient, self.graph, candidate)
         in_flight = np.array([flights(candidate, i) for i in range(stages)], dtype=np.float64)
         edges, tensor, reshard, cross, relay = self._edges(candidate, strategies)
@@ -334,25 +331,28 @@ class TableModel:
                 )
 
             self._shares[key] = Shares(
-                stored=shares(found.stored), grads=shares(found.grads), optimizer=shares(found.optimizer)
+                used=shares(found.params),
+                stored=shares(found.stored),
+                grads=shares(found.grads),
+                optimizer=shares(found.optimizer),
             )
         return self._shares[key]
 
-    def _fixed_bytes(self, layer: Layer, strategy: Strategy, candidate: Candidate) -> tuple[float, float]:
-        """Bytes of one layer on one device: parameters, optimizer state, batch, accumulators; and its gradients."""
-        shares, total, grads = self._sharding(layer, strategy), 0.0, 0.0
+    def _held(self, layer: Layer, strategy: Strategy, candidate: Candidate) -> Held:
+        """State and gradients of one layer on one device."""
+        shares = self._sharding(layer, strategy)
+        state = grads = full = 0.0
         for i, p in enumerate(layer.params):
             if not self._counts_here(layer.index, p, candidate.num_stages):
                 continue
             work, stored = self._state.work[p], self._state.param[p]
             cast = work if not stored else 0.0
-            total += (stored + cast) * shares.stored[i] + self._state.optimizer[p] * shares.optimizer[i]
+            state += (stored + cast) * shares.stored[i] + self._state.optimizer[p] * shares.optimizer[i]
             grads += work * shares.grads[i]
-            if candidate.num_microbatches > 1:
-                total += ACCUMULATORS * work * shares.grads[i]
+            full += work * shares.used[i]
         if layer.index == 0:
-            total += self._state.other + batch_bytes(self.graph.step.batch, strategy.batch_ways)
-        return total, grads
+            state += self._state.other + batch_bytes(self.graph.step.batch, strategy.batch_ways)
+        return Held(state=state, grads=grads, full_grads=full)
 
     def _counts_here(self, layer: int, param: int, stages: int) -> bool:
         """Whether a shared parameter is charged to this layer: once for every stage's worth of layers.

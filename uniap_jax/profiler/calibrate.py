@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from uniap_jax.core.described import Describer
+from uniap_jax.core.described import Describer, param_bytes
 from uniap_jax.core.profile import Key, LayerCost
 from uniap_jax.profiler.order import Entry
 
@@ -95,6 +95,8 @@ def _recomputed(
     """Recompute from the same entry without it: the operations it adds, in the backward; its own memory."""
     layer = describer.graph.layers[entry.layer]
     base = describer.cost(layer, entry.strategy, samples=entry.key.samples, fused=entry.num_stages == 1)
+    bare = replace(entry.strategy, keep="all")
+    plain_kept = describer.cost(layer, bare, samples=entry.key.samples, fused=entry.num_stages == 1).kept_bytes
     work, plain_work = float(parts[0] + parts[3]), float(plain_parts[0] + plain_parts[3])
     more = max(work / plain_work - 1.0, LEAST_RECOMPUTE) if plain_work > 0 else LEAST_RECOMPUTE
     transient = max(base.transient_bytes, plain.transient_bytes) if entry.num_stages > 1 else base.transient_bytes
@@ -104,6 +106,7 @@ def _recomputed(
         backward_s=plain.backward_s + more * plain.time_s,
         sync_s=plain.sync_s,
         transient_bytes=transient,
+        marginal_bytes=plain.marginal_bytes if base.kept_bytes == plain_kept else 0.0,
         origin="scaled",
     )
 
@@ -125,11 +128,12 @@ def _scaled(
     base = describer.cost(layer, entry.strategy, samples=entry.key.samples, fused=entry.num_stages == 1)
     if not ratio:
         return base
-    correction, transient = 1.0, base.transient_bytes
+    correction, transient, marginal = 1.0, base.transient_bytes, 0.0
     if known:
         near = min(known, key=lambda k: distance(entry, k))
         correction = ratio[near.key] ** (REACH / (REACH + distance(entry, near)))
         transient = _transient(entry, near, base, measured[near.key], describer)
+        marginal = _marginal(entry, near, base, measured[near.key], describer)
     sync = float(parts[4] * found.weights[4] * correction)
     rest = float(parts[:4] @ found.weights[:4] * correction)
     share = base.forward_s / base.time_s if base.time_s > 0 else 1 / 3
@@ -139,8 +143,19 @@ def _scaled(
         backward_s=rest * (1 - share),
         sync_s=sync,
         transient_bytes=transient,
+        marginal_bytes=marginal,
         origin="scaled",
     )
+
+
+def _marginal(entry: Entry, near: Entry, base: LayerCost, known: LayerCost, describer: Describer) -> float:
+    """What one more equal layer adds, by the neighbour's over what is described of it; 0 where that is not known."""
+    if not known.marginal_bytes or entry.num_stages > 1:
+        return 0.0
+    layer = describer.graph.layers[near.layer]
+    told = describer.cost(layer, near.strategy, samples=near.key.samples, fused=True)
+    grads = [param_bytes(describer.graph, layer, e.strategy).full_grads for e in (entry, near)]
+    return known.marginal_bytes * (base.kept_bytes + grads[0]) / max(told.kept_bytes + grads[1], 1.0)
 
 
 def _transient(entry: Entry, near: Entry, base: LayerCost, known: LayerCost, describer: Describer) -> float:

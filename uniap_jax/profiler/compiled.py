@@ -25,6 +25,7 @@ from uniap_jax.profiler.hlo import Program, read_program
 from uniap_jax.profiler.measure import OUT_OF_MEMORY, does_not_fit, memory_parts, write_bytes
 from uniap_jax.profiler.order import Entry
 from uniap_jax.profiler.programs import Case, Direction, compile_fused, compile_split
+from uniap_jax.profiler.window import window_bytes
 
 CLOCK_SIZE = 4096
 """Rows and columns of the matrix product whose time is known, to learn how long the compiler's cycle is."""
@@ -89,8 +90,8 @@ def measure_cycle(cluster: Cluster, devices: Sequence[Any], cache: Cache) -> flo
             (CLOCK_SIZE, CLOCK_SIZE), jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec())
         )
         with jax.set_mesh(mesh):
-            text = jax.jit(jnp.matmul).lower(shape, shape).compile().as_text()
-        known = {"cycles": read_program(text).total("cycles")}
+            compiled: Any = jax.jit(jnp.matmul).lower(shape, shape).compile()
+        known = {"cycles": read_program(compiled.as_text()).total("cycles")}
         cache.put(facts, known)
     seconds = 2.0 * CLOCK_SIZE**3 / cluster.flops_per_s("bfloat16")
     return seconds / float(known["cycles"]) if known["cycles"] else 0.0
@@ -176,6 +177,7 @@ class Compiler:
             "collectives": [t.collectives_s for t in times],
             "memory": [p.memory for p in programs],
             "writes": write_bytes(case),
+            "window": window_bytes(case, entry.num_microbatches) if entry.num_stages == 1 else (0.0, 0.0),
         }
 
     def _seconds(self, program: Direction) -> Seconds:
@@ -199,5 +201,6 @@ class Compiler:
             sync_s=sync,
             kept_bytes=kept,
             transient_bytes=transient,
+            marginal_bytes=float(numbers["window"][0]),
             origin="compiled",
         )

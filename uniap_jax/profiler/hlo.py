@@ -395,6 +395,6 @@ def _first_group(attributes: str) -> list[int]:
         axes = re.findall(r"'([^']+)'", mesh[2])
         devices = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
         rest = [n for n in sizes if n not in axes]
-        order = [list(sizes).index(n) for n in (*rest, *axes)]
-        return [int(d) for d in devices.transpose(order).reshape(-1, math.prod(sizes[n] for n in axes))[0]]
+        turned = [list(sizes).index(n) for n in (*rest, *axes)]
+        return [int(d) for d in devices.transpose(turned).reshape(-1, math.prod(sizes[n] for n in axes))[0]]
     return [0]

@@ -21,6 +21,7 @@ from uniap_jax.profiler.cache import Cache
 from uniap_jax.profiler.order import Entry
 from uniap_jax.profiler.programs import Arrays, Case, compile_fused, compile_split
 from uniap_jax.profiler.timing import Timing, time_program
+from uniap_jax.profiler.window import window_bytes
 
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
 
@@ -182,6 +183,7 @@ class Measurer:
             "runs": [t.runs for t in timings],
             "memory": [p.memory for p in programs],
             "writes": write_bytes(case),
+            "window": window_bytes(case, entry.num_microbatches) if entry.num_stages == 1 else (0.0, 0.0),
         }
 
     def _cost(self, entry: Entry, numbers: dict[str, Any]) -> LayerCost:
@@ -205,6 +207,7 @@ class Measurer:
             sync_s=sync,
             kept_bytes=kept,
             transient_bytes=transient,
+            marginal_bytes=float(numbers["window"][0]),
             origin="measured",
             spread=max(t.spread for t in timings),
             runs=min(t.runs for t in timings),
@@ -225,14 +228,17 @@ def write_bytes(case: Case) -> float:
 
 
 def memory_parts(numbers: dict[str, Any], told: LayerCost, fused: bool) -> tuple[float, float]:
-    """(kept, working) bytes from the compiler's figures; as described where it gives none."""
+    """(kept, working) bytes from the compiler's figures; as described where it gives none.
+
+    Of one program the compiler says the sum; what a further equal layer does not add is working memory.
+    """
     memory = numbers["memory"]
     if not all(memory):
         return told.kept_bytes, told.transient_bytes
     if fused:
-        temporaries = memory[0]["temporaries"]
+        temporaries, (slope, rest) = memory[0]["temporaries"], numbers["window"]
         kept = min(told.kept_bytes, temporaries)
-        return kept, temporaries - kept
+        return kept, float(rest) if slope else temporaries - kept
     kept = max(0.0, memory[0]["outputs"] - numbers["writes"])
     return kept, max(m["temporaries"] for m in memory)
 

@@ -72,24 +72,24 @@ def compile_fused(case: Case, arrays: Arrays | None) -> tuple[Direction]:
         case: what to compile and where.
         arrays: of the arguments to run it with; None where it is only compiled.
     """
-    where, run = case.sharding(), _laid_out(case)
+    where, run = case.sharding(), case_function(case)
 
     def both(params: Any, operands: Any, reads: Any, cotangents: Any) -> Any:
-        _, pull = _vjp(run, params, operands, reads)
+        _, pull = vjp(run, params, operands, reads)
         return _pinned_grads(pull(cotangents), case, where)
 
-    shapes = (*layer_avals(case.layer), _float_writes(case))
+    shapes = (*layer_avals(case.layer), float_writes(case))
     specs = (where.stored, where.operands, where.reads, _float_specs(case, where))
-    return (_compile(case, both, shapes, specs, _grad_specs(case, where), arrays),)
+    return (compile_on(case, both, shapes, specs, _grad_specs(case, where), arrays),)
 
 
 def compile_split(case: Case, arrays: Arrays | None) -> tuple[Direction, Direction]:
     """Forward `-> (writes, kept)` and backward `(inputs, kept, cotangents) -> gradients`, as stages run them."""
-    where, run = case.sharding(), _laid_out(case)
+    where, run = case.sharding(), case_function(case)
     structure: list[Any] = []
 
     def forward(params: Any, operands: Any, reads: Any) -> Any:
-        outs, pull = _vjp(run, params, operands, reads)
+        outs, pull = vjp(run, params, operands, reads)
         leaves, tree = jax.tree.flatten(pull)
         structure[:] = [tree]
         return outs, leaves
@@ -103,7 +103,7 @@ def compile_split(case: Case, arrays: Arrays | None) -> tuple[Direction, Directi
     kept = [v for v in dict.fromkeys(r for r in residuals if not isinstance(r, Literal)) if v not in known]
     ahead = _as_function(tape, tape.invars, [*tape.outvars[: len(writes)], *kept])
     flat_shapes, flat_specs = [a for g in groups for a in g], [*where.stored, *where.operands, *where.reads]
-    first = _compile(case, ahead, (flat_shapes,), (flat_specs,), [*writes, *([None] * len(kept))], arrays)
+    first = compile_on(case, ahead, (flat_shapes,), (flat_specs,), [*writes, *([None] * len(kept))], arrays)
 
     wanted = [r for r in residuals if not isinstance(r, Literal) and r not in kept]
     needed = live_eqns(tape.eqns, wanted)[1]
@@ -115,13 +115,13 @@ def compile_split(case: Case, arrays: Arrays | None) -> tuple[Direction, Directi
         leaves = [r.val if isinstance(r, Literal) else values[r] for r in residuals]
         return _pinned_grads(jax.tree.unflatten(structure[0], leaves)(cotangents), case, where)
 
-    shapes = ([flat_shapes[i] for i in inputs], [_shape(v) for v in kept], _float_writes(case))
+    shapes = ([flat_shapes[i] for i in inputs], [_shape(v) for v in kept], float_writes(case))
     held = list(first.compiled.output_shardings[len(writes) :])
     specs = ([flat_specs[i] for i in inputs], held, writes)
-    return first, _compile(case, behind, shapes, specs, _grad_specs(case, where), arrays)
+    return first, compile_on(case, behind, shapes, specs, _grad_specs(case, where), arrays)
 
 
-def _vjp(run: Callable[..., list[Any]], params: Any, operands: Any, reads: Any) -> tuple[list[Any], Any]:
+def vjp(run: Callable[..., list[Any]], params: Any, operands: Any, reads: Any) -> tuple[list[Any], Any]:
     """Differentiable results, and the pull-back to parameters and differentiable reads."""
     flags = [is_float(r) for r in reads]
 
@@ -133,20 +133,21 @@ def _vjp(run: Callable[..., list[Any]], params: Any, operands: Any, reads: Any) 
     return jax.vjp(of, params, [r for r, f in zip(reads, flags, strict=True) if f])
 
 
-def _laid_out(case: Case) -> Callable[..., list[Any]]:
+def case_function(case: Case) -> Callable[..., list[Any]]:
     """The layer with its layout pinned at its edges."""
     layer = laid_out(case.graph, case.layer, case.strategy, case.mesh)
     function, where = layer_function(layer, case.strategy.keep), case.sharding()
 
     def run(params: Sequence[Any], operands: Sequence[Any], reads: Sequence[Any]) -> list[Any]:
-        p = [_pin(a, case.mesh, s) for a, s in zip(params, where.params, strict=True)]
-        r = [_pin(a, case.mesh, s) for a, s in zip(reads, where.reads, strict=True)]
-        return [_pin(a, case.mesh, s) for a, s in zip(function(p, operands, r), where.writes, strict=True)]
+        p = [pin(a, case.mesh, s) for a, s in zip(params, where.params, strict=True)]
+        r = [pin(a, case.mesh, s) for a, s in zip(reads, where.reads, strict=True)]
+        return [pin(a, case.mesh, s) for a, s in zip(function(p, operands, r), where.writes, strict=True)]
 
     return run
 
 
-def _pin(array: Any, mesh: Mesh, spec: PartitionSpec) -> Any:
+def pin(array: Any, mesh: Mesh, spec: PartitionSpec) -> Any:
+    """Pins the layout of an intermediate; scalars, keys and single devices have only one."""
     if mesh.size == 1 or not array.shape or not jnp.issubdtype(array.dtype, np.generic):
         return array
     return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, spec))
@@ -154,7 +155,7 @@ def _pin(array: Any, mesh: Mesh, spec: PartitionSpec) -> Any:
 
 def _pinned_grads(pulled: Any, case: Case, where: LayerSharding) -> Any:
     grads, into = pulled
-    return [*(_pin(g, case.mesh, s) for g, s in zip(grads, where.grads, strict=True)), *into]
+    return [*(pin(g, case.mesh, s) for g, s in zip(grads, where.grads, strict=True)), *into]
 
 
 def _grad_specs(case: Case, where: LayerSharding) -> list[PartitionSpec]:
@@ -162,7 +163,8 @@ def _grad_specs(case: Case, where: LayerSharding) -> list[PartitionSpec]:
     return [*where.grads, *(s for s, a in zip(where.reads, reads, strict=True) if is_float(a))]
 
 
-def _float_writes(case: Case) -> list[Any]:
+def float_writes(case: Case) -> list[Any]:
+    """Shapes of what the layer writes and has a gradient."""
     return [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in case.layer.jaxpr.out_avals if is_float(a)]
 
 
@@ -194,7 +196,7 @@ def _as_function(tape: Tape, inputs: Sequence[Any], outs: Sequence[Any]) -> Call
     return run
 
 
-def _compile(
+def compile_on(
     case: Case,
     function: Callable[..., Any],
     shapes: Sequence[Sequence[Any]],

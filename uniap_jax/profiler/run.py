@@ -58,26 +58,22 @@ def run_entries(
         return entry, prober.measure(entry), time.monotonic() - start
 
     with ThreadPoolExecutor(max_workers=workers) as pool:
-        waiting, ahead = set[Future[tuple[Entry, LayerCost | None, float]]](), iter(enumerate(todo))
-        more = True
-        while more or waiting:
-            while more and len(waiting) < workers:
-                done, entry = next(ahead, (len(todo), None))
-                recent = durations[-RECENT:]
-                expected = sum(recent) / len(recent) if recent else 0.0
-                more = entry is not None and time.monotonic() + expected <= deadline_s
-                if entry is None or not more:
-                    break
+        waiting, begun = set[Future[tuple[Entry, LayerCost | None, float]]](), 0
+        while True:
+            recent = durations[-RECENT:]
+            expected = sum(recent) / len(recent) if recent else 0.0
+            while begun < len(todo) and len(waiting) < workers and time.monotonic() + expected <= deadline_s:
+                entry = todo[begun]
                 if progress is not None:
                     name = prober.describer.graph.layers[entry.layer].name
                     told = f"{name}, {entry.strategy}, {entry.num_stages} stages"
-                    progress(len(found), len(found) + len(todo) - done, told)
+                    progress(len(found), len(found) + len(todo) - begun, told)
                 waiting.add(pool.submit(probe, entry))
-            if waiting:
-                ready, waiting = wait(waiting, return_when=FIRST_COMPLETED)
-                for future in ready:
-                    entry, cost, seconds = future.result()
-                    durations.append(seconds)
-                    if cost is not None:
-                        found[entry.key] = cost
-    return found
+                begun += 1
+            if not waiting:
+                return found
+            ready, waiting = wait(waiting, return_when=FIRST_COMPLETED)
+            for entry, cost, seconds in (future.result() for future in ready):
+                durations.append(seconds)
+                if cost is not None:
+                    found[entry.key] = cost

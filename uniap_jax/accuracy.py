@@ -1,0 +1,281 @@
+"""How right the predictions are: many plans of one step, predicted beside measured times and compiled memory."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import jax
+
+from uniap_jax.api import compile_plan, solve
+from uniap_jax.core.costs import CostModel
+from uniap_jax.core.errors import ExecutionError, InfeasibleError, NoPlanInTimeError, OptionError, StrategyError
+from uniap_jax.core.graph import LayerGraph
+from uniap_jax.core.plan import Plan
+from uniap_jax.core.strategy import enumerate_strategies
+from uniap_jax.runtime.verify import verify
+
+FAILURES = (ExecutionError, StrategyError, jax.errors.JaxRuntimeError)
+"""What a plan that cannot be compiled or run raises."""
+SEARCH_TIME_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanAccuracy:
+    """One plan.
+
+    Attributes:
+        what: stages, micro-batches, schedule and the commonest strategy.
+        chosen: whether the search returned it.
+        predicted_s: step time.
+        measured_s: median of interleaved runs; 0 where it was only compiled.
+        spread: half the range between the quartiles of the runs over their median.
+        predicted_bytes: peak per device, per stage.
+        compiled_bytes: the same of the compiled programs.
+        problem: why it did not compile or run; "" where it did.
+    """
+
+    what: str
+    chosen: bool
+    predicted_s: float
+    measured_s: float = 0.0
+    spread: float = 0.0
+    predicted_bytes: tuple[float, ...] = ()
+    compiled_bytes: tuple[float, ...] = ()
+    problem: str = ""
+
+    @property
+    def time_error(self) -> float:
+        """|predicted - measured| / measured."""
+        return abs(self.predicted_s - self.measured_s) / self.measured_s
+
+    @property
+    def memory_error(self) -> float:
+        """|predicted - compiled| / compiled, of the stage where it is largest."""
+        pairs = zip(self.predicted_bytes, self.compiled_bytes, strict=True)
+        return max(abs(p - c) / c for p, c in pairs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AccuracyReport:
+    """Predictions of many plans beside what is so.
+
+    Attributes:
+        plans: one entry each.
+        source: of the predictions.
+        notes: one sentence each.
+    """
+
+    plans: tuple[PlanAccuracy, ...]
+    source: str
+    notes: tuple[str, ...] = ()
+
+    @property
+    def run(self) -> tuple[PlanAccuracy, ...]:
+        """Plans that were timed."""
+        return tuple(p for p in self.plans if p.measured_s > 0)
+
+    def summary(self) -> dict[str, float]:
+        """Mean and worst errors of memory and time, Kendall's tau, and regret, as far as they are known."""
+        found: dict[str, float] = {"plans": len(self.plans), "failed": sum(bool(p.problem) for p in self.plans)}
+        memory = [p.memory_error for p in self.plans if p.compiled_bytes]
+        if memory:
+            found |= {"memory_mean": statistics.fmean(memory), "memory_worst": max(memory)}
+        if self.run:
+            errors = [p.time_error for p in self.run]
+            found |= {"time_mean": statistics.fmean(errors), "time_worst": max(errors)}
+            found["kendall_tau"] = kendall_tau([p.predicted_s for p in self.run], [p.measured_s for p in self.run])
+        chosen = [p for p in self.run if p.chosen]
+        if chosen:
+            found["time_chosen"] = chosen[0].time_error
+            found["regret"] = chosen[0].measured_s / min(p.measured_s for p in self.run)
+        return found
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, as `uniap-jax check --accuracy --json` prints it."""
+        return {"source": self.source, **self.summary(), "plans": [asdict(p) for p in self.plans], "notes": self.notes}
+
+
+def kendall_tau(first: Sequence[float], second: Sequence[float]) -> float:
+    """Share of pairs that both order alike, minus the share that they order otherwise; 1 for fewer than two."""
+    pairs = list(itertools.combinations(range(len(first)), 2))
+    if not pairs:
+        return 1.0
+
+    def sign(values: Sequence[float], i: int, j: int) -> int:
+        return (values[i] > values[j]) - (values[i] < values[j])
+
+    return sum(sign(first, i, j) * sign(second, i, j) for i, j in pairs) / len(pairs)
+
+
+def diverse_plans(costs: CostModel, number: int) -> list[Plan]:
+    """The plan the search chooses, then plans pinned to as many kinds of stages, micro-batches and strategies.
+
+    Args:
+        costs: to search with.
+        number: of plans; fewer where the model has no more.
+
+    Raises:
+        InfeasibleError: nothing fits.
+    """
+    found = [solve(costs, time_limit_s=4 * SEARCH_TIME_S, why=False)]
+    seen = {_decisions(found[0])}
+    for stages, pieces, strategy in _pins(costs):
+        if len(found) == number:
+            break
+        try:
+            plan = solve(
+                costs,
+                num_stages=stages,
+                num_microbatches=pieces,
+                strategy=strategy,
+                baselines=False,
+                why=False,
+                time_limit_s=SEARCH_TIME_S,
+            )
+        except (InfeasibleError, NoPlanInTimeError, OptionError, StrategyError):
+            continue
+        if _decisions(plan) not in seen:
+            seen.add(_decisions(plan))
+            found.append(plan)
+    return found
+
+
+def _decisions(plan: Plan) -> tuple[Any, ...]:
+    return plan.num_stages, plan.num_microbatches, plan.schedule, plan.layers
+
+
+def _pins(costs: CostModel) -> Iterator[tuple[int, int, Any]]:
+    """(stages, micro-batches, strategy) in an order whose every start is diverse."""
+    stages = sorted({c.num_stages for c in costs.candidates()})
+    pieces = sorted({c.num_microbatches for c in costs.candidates()})
+    by_stage = []
+    for p in stages:
+        plain = enumerate_strategies(costs.num_devices // p, keeps=("all", "inputs"))
+        counts = [c for c in pieces if c >= p] or pieces[-1:]
+        by_stage.append([(p, counts[i % min(3, len(counts))], s) for i, s in enumerate(plain)])
+    for group in itertools.zip_longest(*by_stage):
+        yield from (pin for pin in group if pin is not None)
+
+
+def describe(plan: Plan) -> str:
+    """A plan in one line."""
+    names = [str(layer.strategy) for layer in plan.layers]
+    common = statistics.mode(names)
+    others = len(set(names)) - 1
+    more = f" and {others} more" if others else ""
+    schedule = f" {plan.schedule}" if plan.num_stages > 1 else ""
+    return f"P={plan.num_stages} c={plan.num_microbatches}{schedule} {common}{more}"
+
+
+def compiled_memory(
+    graph: LayerGraph, plans: Sequence[Plan], devices_of: Callable[[Plan], Sequence[Any]]
+) -> list[PlanAccuracy]:
+    """Predicted and compiled peaks of plans; nothing runs.
+
+    Args:
+        graph: the step.
+        plans: the first is the chosen one.
+        devices_of: to compile a plan for.
+    """
+    rows = []
+    for i, plan in enumerate(plans):
+        row = PlanAccuracy(
+            what=describe(plan),
+            chosen=i == 0,
+            predicted_s=plan.prediction.step_time_s,
+            predicted_bytes=plan.prediction.peak_bytes,
+        )
+        try:
+            step = compile_plan(graph, plan, devices=devices_of(plan))
+            found = verify(step, full_copies=False).stages
+            row = replace(row, compiled_bytes=tuple(float(s.compiled_bytes) for s in found))
+        except FAILURES as error:
+            row = replace(row, problem=str(error).splitlines()[0])
+        rows.append(row)
+    return rows
+
+
+def accuracy(
+    graph: LayerGraph,
+    costs: CostModel,
+    args: Sequence[Any],
+    *,
+    devices: Sequence[Any] | None = None,
+    num_plans: int = 20,
+    rounds: int = 7,
+) -> AccuracyReport:
+    """Runs many plans in turn and compares what they take with what was predicted.
+
+    Every round runs each plan once, so that what else the machine does meanwhile falls on all of them alike.
+
+    Args:
+        graph: the captured step.
+        costs: the predictions.
+        args: arguments of the step.
+        devices: of the plans; `jax.devices()` by default.
+        num_plans: how many.
+        rounds: timed runs of each plan.
+
+    Raises:
+        InfeasibleError: nothing fits.
+    """
+    here = list(jax.devices() if devices is None else devices)
+    plans = diverse_plans(costs, num_plans)
+    rows = compiled_memory(graph, plans, lambda plan: here)
+    state, batch = graph.step.flatten(*args)
+    flat, steps = _on_leaves(graph), dict[int, tuple[Any, list[Any]]]()
+    for i, plan in enumerate(plans):
+        if rows[i].problem:
+            continue
+        step = compile_plan(flat, plan, devices=here, donate=False)
+        try:
+            placed = step.place(state, batch)
+            jax.block_until_ready(step(placed, batch))
+        except FAILURES as error:
+            rows[i] = replace(rows[i], problem=str(error).splitlines()[0])
+            continue
+        steps[i] = step, placed
+    seconds: dict[int, list[float]] = {i: [] for i in steps}
+    for _ in range(rounds):
+        for i, (step, placed) in steps.items():
+            start = time.perf_counter()
+            jax.block_until_ready(step(placed, batch))
+            seconds[i].append(time.perf_counter() - start)
+    for i, taken in seconds.items():
+        median = statistics.median(taken)
+        low, _, high = statistics.quantiles(taken, n=4) if len(taken) > 2 else (median,) * 3
+        rows[i] = replace(rows[i], measured_s=median, spread=(high - low) / 2 / median)
+    return AccuracyReport(plans=tuple(rows), source=costs.source, notes=costs.notes)
+
+
+def _on_leaves(graph: LayerGraph) -> LayerGraph:
+    """The same step on flat leaves: `step(state leaves, batch leaves) -> outputs`."""
+    step = replace(
+        graph.step,
+        flatten=lambda state, batch: (list(state), list(batch)),
+        unflatten=lambda outputs, *_: list(outputs),
+        state_result=list,
+    )
+    return replace(graph, step=step, microbatch=lambda count: replace(graph.microbatch(count), step=step))
+
+
+def report_lines(report: AccuracyReport) -> Iterator[str]:
+    """The report as Markdown."""
+    yield "| plan | predicted | measured | error | predicted peak | compiled peak | error |"
+    yield "|---|---|---|---|---|---|---|"
+    for p in report.plans:
+        name = f"**{p.what}** (chosen)" if p.chosen else p.what
+        timed = f"{1e3 * p.measured_s:.2f} ms | {100 * p.time_error:.0f} %" if p.measured_s else "– | –"
+        told = f"{max(p.predicted_bytes) / 2**20:.1f} MiB"
+        if p.compiled_bytes:
+            told += f" | {max(p.compiled_bytes) / 2**20:.1f} MiB | {100 * p.memory_error:.1f} %"
+        else:
+            told += f" | {p.problem[:60]} | –"
+        yield f"| {name} | {1e3 * p.predicted_s:.2f} ms | {timed} | {told} |"
+    yield ""
+    yield ", ".join(f"{name} {value:.3g}" for name, value in report.summary().items())

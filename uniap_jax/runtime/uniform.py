@@ -79,6 +79,11 @@ class UniformProgram:
             self._program = self._build()
         return (self._program,)
 
+    @property
+    def is_built(self) -> bool:
+        """Whether the program has been compiled."""
+        return self._program is not None
+
     def __call__(self, state: Sequence[Any], batch: Sequence[Any]) -> list[Any]:
         """Flat outputs of the step from placed leaves."""
         (program,) = self.programs

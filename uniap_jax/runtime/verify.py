@@ -259,7 +259,7 @@ def _stage_of(plan: Plan, program: Program) -> int:
 def _warnings(step: ParallelStep) -> tuple[str, ...]:
     """What the compiler says about reshardings that replicate an array, one line each."""
     run = step.executor
-    fresh = isinstance(run, SingleStage | Pipeline) and not run.is_built
+    fresh = isinstance(run, SingleStage | Pipeline | UniformProgram) and not run.is_built
     with _standard_error() as lines:
         for program in step.programs:  # compiled here where the step is fresh
             if not fresh:

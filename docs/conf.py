@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
@@ -56,5 +57,32 @@ def code_in_docstrings(app: Any, what: str, name: str, obj: Any, options: Any, l
         lines[i] = SINGLE_BACKTICKS.sub(lambda m: f"``{m[1]}``" + (rf"\ {m[2]}" if m[2] else ""), line)
 
 
+def undocumented() -> list[str]:
+    """Public names that the API page does not hold."""
+    import uniap_jax
+
+    page = (ROOT / "docs" / "api.md").read_text()
+    own = re.findall(r"auto(?:function|class):: uniap_jax\.(\w+)$", page, flags=re.MULTILINE)
+    errors = {name for name in uniap_jax.__all__ if name.endswith("Error")}  # of the module of errors, whole
+    return sorted(set(uniap_jax.__all__) - set(own) - errors)
+
+
+def refuse_undocumented(app: Any) -> None:
+    from sphinx.errors import ConfigError
+
+    if missing := undocumented():
+        raise ConfigError(f"docs/api.md does not document {', '.join(missing)}")
+
+
+def publish_schema(app: Any, exception: Exception | None) -> None:
+    """Puts the schema of a plan's file beside the pages."""
+    from uniap_jax.core.serialize import plan_schema
+
+    if exception is None and app.builder.format == "html":
+        (Path(app.outdir) / "plan.schema.json").write_text(json.dumps(plan_schema(), indent=1) + "\n")
+
+
 def setup(app: Any) -> None:
+    app.connect("build-finished", publish_schema)
+    app.connect("builder-inited", refuse_undocumented)
     app.connect("autodoc-process-docstring", code_in_docstrings)

@@ -12,6 +12,7 @@ from uniap_jax.core.plan import Plan
 from uniap_jax.runtime import ParallelStep
 from uniap_jax.runtime.monitor import Monitor
 from uniap_jax.runtime.stage_memory import stage_peaks
+from uniap_jax.runtime.stopwatch import Reading
 
 
 def follow(step: ParallelStep) -> Monitor | None:
@@ -39,7 +40,7 @@ def observe(step: ParallelStep, seconds: Sequence[float], monitor: Monitor | Non
         seconds: of every step; the first, which compiles, is left out where there are more.
         monitor: from `follow`.
     """
-    readings = ()
+    readings: tuple[Reading, ...] = ()
     if monitor is not None:
         monitor.wait()
         readings = monitor.readings

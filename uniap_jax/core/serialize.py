@@ -27,6 +27,21 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
     return {"format": PLAN_FORMAT, **msgspec.to_builtins(plan)}
 
 
+def plan_schema() -> dict[str, Any]:
+    """JSON schema (draft 2020-12) of a plan's file; unknown fields are refused, as `load` does."""
+    (schema,), parts = msgspec.json.schema_components([Plan], ref_template="#/$defs/{name}")
+    assert schema == {"$ref": "#/$defs/Plan"}
+    closed = {name: {**part, "additionalProperties": False} for name, part in parts.items()}
+    plan = closed.pop("Plan")
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        **plan,
+        "properties": {"format": {"const": PLAN_FORMAT}, **plan["properties"], "version": {"const": VERSION}},
+        "required": ["format", *plan["required"]],
+        "$defs": closed,
+    }
+
+
 def profile_to_json(profile: Profile) -> dict[str, Any]:
     """A profile as plain lists, dicts, numbers and strings; `format` says what it is."""
     return {"format": PROFILE_FORMAT, **msgspec.to_builtins(profile)}

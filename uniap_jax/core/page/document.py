@@ -140,7 +140,7 @@ def _timelines(plan: Plan, observed: Observed) -> str:
 def _comparison(plan: Plan, observed: Observed) -> str:
     if observed == NOTHING:
         return ""
-    rows = [
+    rows: list[tuple[str, ...]] = [
         (
             "step time",
             format_seconds(plan.prediction.step_time_s),

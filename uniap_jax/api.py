@@ -46,7 +46,13 @@ log = logging.getLogger("uniap_jax")
 
 trace = frontend.trace
 mark_layer = frontend.mark_layer
-solve = planner.solve
+
+
+@functools.wraps(planner.solve)
+def solve(costs: CostModel, **options: Any) -> Plan:
+    """`planner.solve`, with the predicted memory taken apart for those who read the plan."""
+    plan = planner.solve(costs, **options)
+    return cost_model.with_memory_parts(costs, plan) if isinstance(costs, cost_model.TableModel) else plan
 
 
 def profile(

@@ -6,8 +6,9 @@ from uniap_jax.core.graph import LayerGraph
 from uniap_jax.core.machine import Cluster
 from uniap_jax.core.profile import Profile
 from uniap_jax.cost_model.assemble import TableModel
+from uniap_jax.cost_model.parts import with_memory_parts
 
-__all__ = ["TableModel", "estimate"]
+__all__ = ["TableModel", "estimate", "with_memory_parts"]
 
 
 def estimate(

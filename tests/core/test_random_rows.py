@@ -37,3 +37,12 @@ def test_the_other_generator_of_jax_is_told_apart() -> None:
     with jax.threefry_partitionable(False):
         bits = jax.random.bits(key, (6, 3))
         np.testing.assert_array_equal(bits_at(key, 2, shape=(2, 3), whole=(6, 3), dim=0, bit_width=32), bits[2:4])
+
+
+def test_rows_may_be_mapped_over() -> None:
+    key = jax.random.key(7)
+    bits = jax.random.bits(key, (8, 3))
+    drawn = jax.vmap(lambda start: bits_at(key, start, shape=(2, 3), whole=(8, 3), dim=0, bit_width=32))(
+        jax.numpy.arange(0, 8, 2)
+    )
+    np.testing.assert_array_equal(drawn.reshape(8, 3), bits)

@@ -49,13 +49,15 @@ def _at(key: Any, start: Any, *, shape: Sequence[int], whole: Sequence[int], dim
         first = jnp.asarray(start).astype(jnp.uint32) if d == dim else jnp.uint32(0)
         position = position + (row + first) * jnp.uint32(math.prod(whole[d + 1 :]))
     first_half, second_half = jax.random.key_data(key)
-    high, low = threefry2x32_p.bind(first_half, second_half, jnp.zeros_like(position), position)
+    upper = position ^ position  # zero, and mapped wherever the position is: the two halves must agree in shape
+    high, low = threefry2x32_p.bind(first_half, second_half, upper, position)
     return (high ^ low).astype(np.dtype(f"uint{bit_width}"))
 
 
 def _draws_by_position(implementation: Any) -> bool:
     """Whether keys of this kind draw as `_at` does, under the settings in force: tried, not assumed."""
-    return _tried(str(implementation), bool(jax.config.jax_threefry_partitionable))
+    partitionable = bool(jax.config.jax_threefry_partitionable)  # type: ignore[attr-defined]
+    return _tried(str(implementation), partitionable)
 
 
 @functools.cache

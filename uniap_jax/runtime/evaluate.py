@@ -49,10 +49,12 @@ class OnAllDevices:
 
     def _here(self, leaf: Any) -> Any:
         """A leaf as the program can take it: one on some of the devices only is spread over all, once."""
-        if not isinstance(leaf, jax.Array) or not leaf.committed or leaf.sharding.device_set == self._devices:
+        if not isinstance(leaf, jax.Array) or not leaf.committed or leaf.is_deleted():
+            return leaf
+        if leaf.sharding.device_set == self._devices:
             return leaf
         known = self._copies.get(id(leaf))
-        if known is not None and known[0]() is leaf and not leaf.is_deleted():
+        if known is not None and known[0]() is leaf:
             return known[1]
         moved = jax.device_put(leaf, spread(leaf.shape, self._mesh))
         number = id(leaf)

@@ -175,3 +175,6 @@ def test_unequal_devices_and_one_stage_are_refused(gpt: support.Case) -> None:
     with pytest.raises(StrategyError) as error:
         compile_uniform(graph, replace(plan, num_stages=1), jax.devices())
     assert error.value.num_stages == 1
+    with pytest.raises(StrategyError) as error:
+        compile_uniform(graph, support.pinned(graph, 2, 2, "data=2,context=2", "gpipe"), jax.devices())
+    assert error.value.strategy == "data=2,context=2"

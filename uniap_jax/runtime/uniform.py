@@ -185,6 +185,13 @@ def compile_uniform(
         raise StrategyError(
             "a plan of one stage is one program already; use executor='stages'", num_stages=plan.num_stages
         )
+    for choice in plan.layers:
+        if choice.strategy.sequence_ways * choice.strategy.expert * choice.strategy.context > 1:
+            raise StrategyError(
+                f"layer {choice.name} has strategy {choice.strategy}; one program for all stages splits batch and "
+                "tensor dimensions only: use data, fsdp and tensor, or executor='stages'",
+                strategy=str(choice.strategy),
+            )
     mesh = stage_mesh(plan, devices)
     micro = graph if plan.num_microbatches == graph.num_microbatches else graph.microbatch(plan.num_microbatches)
     parts = _parts(micro, plan)

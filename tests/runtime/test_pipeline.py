@@ -205,3 +205,24 @@ def test_schedules_give_equal_bits(graph: LayerGraph) -> None:
         step = runtime.compile(graph, make_plan(graph, stages=2, microbatches=4, schedule=schedule))
         found.append(jax.device_get(step(decoder_state(TX), token_batch())[0].params))
     assert jax.tree.all(jax.tree.map(np.array_equal, *found))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "strategies"),
+    [((6, 2), ("data=6", "data=3,fsdp=2", "fsdp=2", "tensor=2")), ((4, 2), ("data=2,tensor=2", "fsdp=4", "data=2"))],
+    ids=["six and two", "four and two"],
+)
+def test_stages_of_different_sizes(sizes: tuple[int, int], strategies: tuple[str, ...]) -> None:
+    first, second = sizes
+    devices = (range(first), range(first, first + second))
+    step, _ = assert_as_one_device(
+        decoder_step,
+        lambda: decoder_state(TX),
+        token_batch(24),
+        stages=2,
+        microbatches=2,
+        strategies=strategies,
+        stage_devices=devices,
+    )
+    held = [{d.id for s in step.in_shardings if len(s.device_set) == n for d in s.device_set} for n in sizes]
+    assert held == [set(d) for d in devices]

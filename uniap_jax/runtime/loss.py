@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -11,7 +11,6 @@ from jax.sharding import Mesh
 
 from uniap_jax.core.graph import Layer
 from uniap_jax.core.jaxprs import open_jaxpr
-from uniap_jax.core.rewrite_layout import laid_out
 from uniap_jax.core.sharding import LayerSharding
 from uniap_jax.runtime.homes import Layout
 from uniap_jax.runtime.programs import constrain
@@ -43,35 +42,6 @@ def layer_function(layer: Layer, sharding: LayerSharding, keep: str, mesh: Mesh)
         return [constrain(a, mesh, s) for a, s in zip(compute(*inputs), sharding.writes, strict=True)]
 
     return run
-
-
-def run_layers(
-    layout: Layout,
-    layers: Sequence[int],
-    params: Mapping[int, Any],
-    operands: Mapping[int, Any],
-    values: Mapping[int, Any],
-) -> dict[int, Any]:
-    """Values after some layers, in trace order.
-
-    Args:
-        layout: graph under its plan.
-        layers: indices, all of one stage.
-        params: by position in the graph.
-        operands: by position in the graph.
-        values: what earlier layers wrote, by position in the graph.
-    """
-    known = dict(values)
-    for index in layers:
-        choice = layout.plan.layers[index]
-        mesh = layout.meshes[choice.stage]
-        layer = laid_out(layout.graph, layout.graph.layers[index], choice.strategy, mesh)
-        run = layer_function(layer, layout.layers[index], choice.strategy.keep, mesh)
-        written = run(
-            [params[p] for p in layer.params], [operands[o] for o in layer.operands], [known[v] for v in layer.reads]
-        )
-        known.update(zip(layer.writes, written, strict=True))
-    return known
 
 
 def combine(pieces: Any, reduction: str, batch_dim: int | None) -> Any:

@@ -136,7 +136,7 @@ class Programs:
         return (
             *(p for b in self.begin for p in b.programs),
             *(m.program for m in moves if m.program is not None),
-            *(p for s in self.stages for p in (s.zeros, s.forward, s.backward) if p is not None),
+            *(p for s in self.stages for p in (s.zeros, s.forward, s.backward, s.reduce) if p is not None),
             *(p for p in self.combine if p is not None),
             *self.update.programs,
         )
@@ -312,7 +312,8 @@ class Pipeline:
         """Per parameter its parts, all at home, in the order of the stages."""
         parts: list[list[Any]] = [[] for _ in self._layout.graph.params]
         for here, built in zip(live, programs.stages, strict=True):
-            for p, total in zip(built.spec.params, here.totals, strict=True):
+            totals = here.totals if built.reduce is None else built.reduce(here.totals)
+            for p, total in zip(built.spec.params, totals, strict=True):
                 move = programs.returns.get((p, built.spec.stage))
                 parts[p].append(total if move is None else move(total))
         return parts

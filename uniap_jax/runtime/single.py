@@ -15,8 +15,9 @@ from uniap_jax.core.jax_compat import ClosedJaxpr
 from uniap_jax.core.jaxprs import open_jaxpr
 from uniap_jax.core.schedule import BACKWARD, FORWARD, Task
 from uniap_jax.runtime.homes import REPLICATED, Layout
-from uniap_jax.runtime.loss import accumulator_dtype, combine, gradient_weight, run_layers
+from uniap_jax.runtime.loss import accumulator_dtype, combine, gradient_weight
 from uniap_jax.runtime.programs import Program, build, constrain, shape_of
+from uniap_jax.runtime.replicas import replicas_of, run_stage
 from uniap_jax.runtime.stopwatch import Stopwatch
 
 
@@ -72,7 +73,7 @@ class SingleStage:
         return outputs
 
     def _time(self, stopwatch: Stopwatch, outputs: Sequence[Any]) -> None:
-        """The whole step counts as the backward of one micro-batch; its forward takes no time."""
+        """The whole step counts as the forward of one micro-batch; its backward takes no time."""
         returned = {i for i, leaf in enumerate(self._layout.graph.step.output_leaf) if leaf is not None}
         own = [x for i, x in enumerate(outputs) if i not in returned]
         ready = own[0] if own else jnp.copy(min(outputs, key=lambda x: x.size))
@@ -129,24 +130,30 @@ def loss_and_grads(
         state_operands: what `before` computed after the parameters.
         batch: leaves of the whole batch.
     """
-    graph, c = layout.graph, layout.plan.num_microbatches
+    graph, c, mesh = layout.graph, layout.plan.num_microbatches, layout.meshes[0]
+    replicas = replicas_of(layout, 0)
+    homes = list(enumerate(layout.params))
+    ready = [replicas.view(i, p, mesh, h.stored) for p, (i, h) in zip(params, homes, strict=True)]
+    specs = [replicas.spec(i, h.grads) for i, h in homes]
 
     def loss(params: Sequence[Any], batch: Sequence[Any], index: Any) -> tuple[Any, list[Any]]:
         operands = {
             i: state_operands[o.leaf] if o.kind == "state" else batch[o.leaf] if o.kind == "batch" else index
             for i, o in enumerate(graph.operands)
         }
-        values = run_layers(layout, range(len(graph.layers)), dict(enumerate(params)), operands, {})
+        values = run_stage(layout, replicas, range(len(graph.layers)), dict(enumerate(params)), operands, {})
         results = [values[v] for v in graph.results]
         return results[0], results
 
     def one(batch: Sequence[Any], index: Any) -> tuple[list[Any], list[Any]]:
-        (_, results), grads = jax.value_and_grad(loss, has_aux=True)(list(params), batch, index)
-        return results, [constrain(g, layout.meshes[0], h.grads) for g, h in zip(grads, layout.params, strict=True)]
+        (_, results), grads = jax.value_and_grad(loss, has_aux=True)(list(ready), batch, index)
+        return results, [constrain(g, mesh, s) for g, s in zip(grads, specs, strict=True)]
 
     if c == 1:
         return one(batch, jnp.int32(0))
-    return _accumulate(layout, params, [_split(layout, x, i) for i, x in enumerate(batch)], one)
+    results, totals = _accumulate(layout, ready, specs, [_split(layout, x, i) for i, x in enumerate(batch)], one)
+    found = zip(totals, params, homes, strict=True)
+    return results, [constrain(replicas.summed(i, t), mesh, h.grads).astype(p.dtype) for t, p, (i, h) in found]
 
 
 def _split(layout: Layout, leaf: Any, position: int) -> Any:
@@ -157,18 +164,19 @@ def _split(layout: Layout, leaf: Any, position: int) -> Any:
     return constrain(whole.reshape(c, leaf.shape[0] // c, *leaf.shape[1:]), mesh, PartitionSpec(None, *spec))
 
 
-def _accumulate(layout: Layout, params: Sequence[Any], pieces: Sequence[Any], one: Any) -> tuple[list[Any], list[Any]]:
-    mesh, weight = layout.meshes[0], gradient_weight(layout)
-    homes, graph = layout.params, layout.graph
+def _accumulate(
+    layout: Layout, params: Sequence[Any], specs: Sequence[PartitionSpec], pieces: Sequence[Any], one: Any
+) -> tuple[list[Any], list[Any]]:
+    """Results of the whole batch, and the sum of the micro-batches' gradients in the accumulators' dtypes."""
+    mesh, weight, graph = layout.meshes[0], gradient_weight(layout), layout.graph
 
     def body(total: list[Any], piece: tuple[Any, list[Any]]) -> tuple[list[Any], list[Any]]:
         results, grads = one(piece[1], piece[0])
         added = [t + weight * g.astype(t.dtype) for t, g in zip(total, grads, strict=True)]
-        return [constrain(a, mesh, h.grads) for a, h in zip(added, homes, strict=True)], results
+        return [constrain(a, mesh, s) for a, s in zip(added, specs, strict=True)], results
 
     zeros = [
-        constrain(jnp.zeros(p.shape, accumulator_dtype(p.dtype)), mesh, h.grads)
-        for p, h in zip(params, homes, strict=True)
+        constrain(jnp.zeros(p.shape, accumulator_dtype(p.dtype)), mesh, s) for p, s in zip(params, specs, strict=True)
     ]
     index = jnp.arange(layout.plan.num_microbatches, dtype=jnp.int32)
     total, stacked = lax.scan(body, zeros, (index, list(pieces)))
@@ -176,4 +184,4 @@ def _accumulate(layout: Layout, params: Sequence[Any], pieces: Sequence[Any], on
         combine(r, how, graph.values[v].batch_dim)
         for r, how, v in zip(stacked, graph.reductions, graph.results, strict=True)
     ]
-    return results, [t.astype(p.dtype) for t, p in zip(total, params, strict=True)]
+    return results, list(total)

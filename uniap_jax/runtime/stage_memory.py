@@ -52,7 +52,8 @@ def _stage_peak(step: ParallelStep, run: Pipeline, stage: int) -> int:
     )
     flying = run.schedule.in_flight[stage]
     passes = max(_own(p) for p in (built.forward, built.backward))
-    finish = max((_own(p) for p in programs.update.programs if f"stage_{stage}" in p.name), default=0)
+    last = [p for p in programs.update.programs if f"stage_{stage}" in p.name]
+    finish = max(map(_own, [*last, *([] if built.reduce is None else [built.reduce])]), default=0)
     return state + _gradient_bytes(programs, stage) + max(flying * (held + reads) + passes, finish)
 
 

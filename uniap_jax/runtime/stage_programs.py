@@ -19,8 +19,9 @@ from jax.sharding import NamedSharding
 from uniap_jax.core.jax_compat import Literal, Var
 from uniap_jax.core.jaxprs import Tape, close, flatten, live_eqns, variables
 from uniap_jax.runtime.homes import Layout
-from uniap_jax.runtime.loss import accumulator_dtype, gradient_weight, run_layers
+from uniap_jax.runtime.loss import accumulator_dtype, gradient_weight
 from uniap_jax.runtime.programs import Program, as_function, aval_shape, build, constrain, shape_of
+from uniap_jax.runtime.replicas import Replicas, replicas_of, run_stage
 from uniap_jax.runtime.stages import StageSpec
 
 # fmt: off
@@ -47,6 +48,7 @@ class StagePrograms:
         backward: `(inputs it needs, residuals, cotangents, accumulators) -> (gradients, cotangents of wanted)`; the
             accumulators come back with this micro-batch's gradients added; with one micro-batch there are none.
         zeros: makes the accumulators, None with one micro-batch.
+        reduce: `(accumulators) -> gradients`, once per step; None where they are the gradients.
         needs: positions among the forward's inputs that the backward reads again.
         kept: positions among the forward's outputs that the backward reads.
         grads: layout of the gradient of each of `spec.params`.
@@ -56,6 +58,7 @@ class StagePrograms:
     forward: Program
     backward: Program
     zeros: Program | None
+    reduce: Program | None
     needs: tuple[int, ...]
     kept: tuple[int, ...]
     grads: tuple[NamedSharding, ...]
@@ -72,6 +75,7 @@ class _Traced:
         rebuilt: residuals that the backward makes again.
         inputs: input variables that the backward reads again.
         held: variables that the backward gets from the forward, in order.
+        replicas: whose gradients are reduced once per step.
     """
 
     tape: Tape
@@ -80,6 +84,7 @@ class _Traced:
     rebuilt: tuple[Var, ...]
     inputs: tuple[Var, ...]
     held: tuple[Var, ...]
+    replicas: Replicas
 
     @property
     def residuals(self) -> tuple[Any, ...]:
@@ -142,18 +147,28 @@ def build_backward(layout: Layout, stage: StageForward, pool: Executor | None = 
     held = [aval_shape(v, layouts[i]) for v, i in zip(traced.held, stage.kept, strict=True)]
     needs = tuple(traced.tape.invars.index(v) for v in traced.inputs)
     grads = param_grads(layout, spec)
-    zeros, totals = _build_zeros(layout, spec, grads, pool)
+    zeros, totals = _build_zeros(layout, spec, traced.replicas, pool)
     backward = build(
         f"stage_{spec.stage}_backward",
         _backward(layout, spec, traced),
         [[inputs[i] for i in needs], held, _cotangent_shapes(layout, spec), totals],
         mesh=layout.meshes[spec.stage],
-        outputs=(list(grads), [a for v, a in zip(spec.reads, spec.arrives, strict=True) if v in spec.wanted]),
+        outputs=(
+            _accumulated(layout, spec, traced.replicas),
+            [a for v, a in zip(spec.reads, spec.arrives, strict=True) if v in spec.wanted],
+        ),
         donate=(3,) if totals else (),
         pool=pool,
     )
     return StagePrograms(
-        spec=spec, forward=stage.forward, backward=backward, zeros=zeros, needs=needs, kept=stage.kept, grads=grads
+        spec=spec,
+        forward=stage.forward,
+        backward=backward,
+        zeros=zeros,
+        reduce=_build_reduce(layout, spec, traced.replicas, totals, pool) if traced.replicas.params else None,
+        needs=needs,
+        kept=stage.kept,
+        grads=grads,
     )
 
 
@@ -200,6 +215,8 @@ def _trace(layout: Layout, spec: StageSpec, inputs: Sequence[Any]) -> _Traced:
     """Forward and vjp of a stage as one tape; says where the backward finds each residual."""
     first_operand, first_read = len(spec.params), len(spec.params) + len(spec.operands)
     results = [layout.graph.results[k] for k in spec.results]
+    replicas = replicas_of(layout, spec.stage)
+    mesh, stored = layout.meshes[spec.stage], [s.sharding.spec for s in inputs[: len(spec.params)]]
 
     def forward(*args: Any) -> Any:
         operands = dict(zip(spec.operands, args[first_operand:first_read], strict=True))
@@ -207,15 +224,18 @@ def _trace(layout: Layout, spec: StageSpec, inputs: Sequence[Any]) -> _Traced:
 
         def loss_part(params: list[Any], wanted: list[Any]) -> tuple[list[Any], list[Any]]:
             values = {**reads, **dict(zip(spec.wanted, wanted, strict=True))}
-            known = run_layers(layout, spec.layers, dict(zip(spec.params, params, strict=True)), operands, values)
+            ready = dict(zip(spec.params, params, strict=True))
+            known = run_stage(layout, replicas, spec.layers, ready, operands, values)
             ends = [*spec.active, *([layout.graph.results[0]] if spec.has_loss else [])]
             return [known[v] for v in ends], [known[v] for v in (*spec.writes, *results)]
 
-        params, wanted = list(args[:first_operand]), [reads[v] for v in spec.wanted]
+        own = zip(spec.params, args, stored, strict=False)
+        params = [replicas.view(p, array, mesh, layout_of) for p, array, layout_of in own]
+        wanted = [reads[v] for v in spec.wanted]
         _, vjp, emitted = jax.vjp(loss_part, params, wanted, has_aux=True)
         return emitted, vjp
 
-    with jax.set_mesh(layout.meshes[spec.stage]):
+    with jax.set_mesh(mesh):
         jaxpr, (_, vjp) = jax.make_jaxpr(forward, return_shape=True)(*inputs)
     tape, emitted = flatten(jaxpr), len(spec.writes) + len(results)
     rebuilt = _rebuildable(layout, spec, tape, emitted)
@@ -229,6 +249,7 @@ def _trace(layout: Layout, spec: StageSpec, inputs: Sequence[Any]) -> _Traced:
         rebuilt=rebuilt,
         inputs=tuple(v for v in tape.invars if v in read),
         held=tuple(v for v in residuals if v not in known),
+        replicas=replicas,
     )
 
 
@@ -258,7 +279,7 @@ def _backward(layout: Layout, spec: StageSpec, traced: _Traced) -> Any:
     again = as_function(close(sources, traced.rebuilt, eqns), sources, tape.consts)
     weight = gradient_weight(layout)
     loss = layout.graph.values[layout.graph.results[0]]
-    specs = [s.spec for s in param_grads(layout, spec)]
+    specs = [s.spec for s in _accumulated(layout, spec, traced.replicas)]
 
     def backward(inputs: list[Any], held: list[Any], cotangents: list[list[Any]], totals: list[Any]) -> Any:
         known = {**tape.consts, **dict(zip((*traced.inputs, *traced.held), (*inputs, *held), strict=True))}
@@ -286,20 +307,41 @@ def _cotangent_shapes(layout: Layout, spec: StageSpec) -> list[list[Any]]:
     ]
 
 
+def _accumulated(layout: Layout, spec: StageSpec, replicas: Replicas) -> list[NamedSharding]:
+    """Layout of gradients as they are accumulated: where replicas keep theirs apart, one of each."""
+    own = zip(spec.params, param_grads(layout, spec), strict=True)
+    return [layout.on(spec.stage, replicas.spec(p, g.spec)) for p, g in own]
+
+
 def _build_zeros(
-    layout: Layout, spec: StageSpec, grads: Sequence[NamedSharding], pool: Executor | None
+    layout: Layout, spec: StageSpec, replicas: Replicas, pool: Executor | None
 ) -> tuple[Program | None, list[jax.ShapeDtypeStruct]]:
     """The program that makes the accumulators, and their shapes; none with one micro-batch."""
     if layout.plan.num_microbatches == 1:
         return None, []
-    values = [layout.graph.params[p] for p in spec.params]
+    own = zip(spec.params, layouts := _accumulated(layout, spec, replicas), strict=True)
+    values = ((p, layout.graph.params[p], sharding) for p, sharding in own)
     shapes = [
-        jax.ShapeDtypeStruct(v.shape, accumulator_dtype(v.dtype), sharding=g)
-        for v, g in zip(values, grads, strict=True)
+        jax.ShapeDtypeStruct(replicas.shape(p, v.shape), accumulator_dtype(v.dtype), sharding=sharding)
+        for p, v, sharding in values
     ]
 
     def zeros() -> list[Any]:
         return [jnp.zeros(s.shape, s.dtype) for s in shapes]
 
     name = f"stage_{spec.stage}_zeros"
-    return build(name, zeros, [], mesh=layout.meshes[spec.stage], outputs=list(grads), pool=pool), shapes
+    return build(name, zeros, [], mesh=layout.meshes[spec.stage], outputs=layouts, pool=pool), shapes
+
+
+def _build_reduce(
+    layout: Layout, spec: StageSpec, replicas: Replicas, totals: Sequence[Any], pool: Executor | None
+) -> Program:
+    """The program that adds up the replicas' gradients."""
+    return build(
+        f"stage_{spec.stage}_reduce",
+        lambda totals: [replicas.summed(p, t) for p, t in zip(spec.params, totals, strict=True)],
+        [list(totals)],
+        mesh=layout.meshes[spec.stage],
+        outputs=list(param_grads(layout, spec)),
+        pool=pool,
+    )

@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 import uniform_support as support
 from uniap_jax.core.cluster import Cluster, Link
@@ -16,7 +19,7 @@ from uniap_jax.core.equal_stages import find_run
 from uniap_jax.core.errors import InfeasibleError, OptionError, StrategyError
 from uniap_jax.core.strategy import Strategy
 from uniap_jax.cost_model import estimate
-from uniap_jax.cost_model.equal_stages import kept_microbatches
+from uniap_jax.cost_model.equal_stages import TurnCosts, kept_microbatches
 from uniap_jax.frontend import trace
 from uniap_jax.planner import solve
 
@@ -112,3 +115,22 @@ def test_strategies_are_pinned_and_memory_is_kept(graph: Any) -> None:
         solve(costs, executor="both")
     with pytest.raises(OptionError):
         solve(costs, executor="program", num_stages=3)
+
+
+def test_weights_cast_in_every_turn_are_copied_once() -> None:
+    def step(params: Any, batch: Any) -> Any:
+        def loss(params: Any) -> Any:
+            def turn(x: Any, own: Any) -> Any:
+                return x + (x.astype(jnp.bfloat16) @ own.astype(jnp.bfloat16)).astype(jnp.float32), None
+
+            return jnp.mean(lax.scan(turn, batch @ params["in"], params["layers"])[0])
+
+        value, grads = jax.value_and_grad(loss)(params)
+        return jax.tree.map(lambda p, g: p - g, params, grads), value
+
+    params = {"in": jnp.ones((4, 8)), "layers": jnp.ones((4, 8, 8))}
+    graph = trace(step, params, np.ones((8, 4), np.float32))
+    model = estimate(graph, CLUSTER)
+    run = find_run(graph, 2)
+    assert run.is_loop
+    assert TurnCosts(model, run.first).cast == 0.5

@@ -27,6 +27,7 @@ from uniap_jax.core.profile import LayerCost
 from uniap_jax.core.sharding import axis_sizes, layer_sharding, shard_bytes
 from uniap_jax.core.strategy import Strategy
 from uniap_jax.core.vjp import is_float
+from uniap_jax.cost_model.hoisted import cast_shares
 from uniap_jax.cost_model.reshard import reshard_seconds
 
 if TYPE_CHECKING:
@@ -95,6 +96,9 @@ class TurnCosts:
     Args:
         model: whose cluster and links are used.
         layer: of the graph, that holds the loop.
+
+    Attributes:
+        cast: bytes of the weights' narrower copies over those of the weights.
     """
 
     def __init__(self, model: TableModel, layer: int) -> None:
@@ -107,6 +111,9 @@ class TurnCosts:
         self._graph = turn(whole)
         self._layer = self._graph.layers[0]
         self._describer = Describer(self._graph, model.cluster, model._links)
+        sizes = [self._graph.params[p].nbytes for p in self._layer.params]
+        copies = sum(share * n for share, n in zip(cast_shares(self._layer), sizes, strict=True))
+        self.cast = copies / max(sum(sizes), 1)
 
     def cost(self, strategy: Strategy, *, samples: int) -> LayerCost | None:
         """Of one micro-batch; None where the strategy is illegal."""
@@ -233,13 +240,16 @@ class EqualStages:
         state = self._model._state
         turn = self._turn
         shares = turn.shares(strategy, len(layer.params)) if turn else self._model._sharding(layer, strategy)
+        casts = (turn.cast,) * len(layer.params) if turn else cast_shares(layer)
         kept = grads = stacked = 0.0
         for i, p in enumerate(layer.params):
             work, stored = state.work[p], state.param[p]
             kept += stored * shares.stored[i] + state.optimizer[p] * shares.optimizer[i]
             grads += (_summed(self._model.graph.params[p]) + work) * shares.grads[i]
-            if not stored or not self.run.is_loop:  # a loop runs over the user's own array unless it casts it first
-                stacked += work * shares.stored[i]
+            copy = casts[i]  # a loop runs over the user's own array unless it casts it first
+            if not copy and (not stored or not self.run.is_loop):
+                copy = 1.0
+            stacked += copy * work * shares.stored[i]
         return kept, grads, stacked
 
     def _pass_s(self, strategy: Strategy, candidate: Candidate) -> float:

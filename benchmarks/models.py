@@ -39,6 +39,7 @@ from uniap_jax.core.errors import UniapError
 from uniap_jax.core.strategy import parse_strategy
 
 SCRIPTS = Path(__file__).parent.parent / "tests" / "models" / "scripts"
+KINDS = SCRIPTS.parent.parent / "model_kinds.py"
 PLANS = (
     "1 1 data=8",
     "1 1 fsdp=8",
@@ -53,15 +54,20 @@ PLANS = (
 """Stages, micro-batches, strategy of each layer that allows it."""
 
 
-def build(name: str) -> Any:
-    """(state, train_step, batch) of a script."""
-    spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
+def _load(path: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
+    sys.modules[path.stem] = module
     spec.loader.exec_module(module)
-    return module.build()
+    return module
+
+
+def build(name: str) -> Any:
+    """(state, train_step, batch) of a script, or of a kind in `tests/model_kinds.py`."""
+    script = SCRIPTS / f"{name}.py"
+    return _load(script).build() if script.exists() else _load(KINDS).KINDS[name]()
 
 
 def cells(name: str, plans: Sequence[str], steps: int) -> Iterable[dict[str, Any]]:
@@ -140,13 +146,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     logging.basicConfig(level=logging.WARNING)
     if args.table:
-        print(table([json.loads(x) for f in args.models for x in Path(f).read_text().splitlines()]))
+        sys.stdout.write(table([json.loads(x) for f in args.models for x in Path(f).read_text().splitlines()]) + "\n")
         return
     for model in args.models:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of the models' authors
             for cell in cells(model, args.plans.split(";"), args.steps):
-                print(line(cell), flush=True)
+                sys.stdout.write(line(cell) + "\n")
+                sys.stdout.flush()
                 if args.json:
                     with args.json.open("a") as out:
                         out.write(json.dumps(cell) + "\n")

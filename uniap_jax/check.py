@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from uniap_jax.core.plan import Plan
 from uniap_jax.core.profile import Profile
 from uniap_jax.core.reference import reference_gradients, with_gradients
 from uniap_jax.core.serialize import plan_to_json
+from uniap_jax.core.wide import is_narrow, wide_array, widened
 
 TOLERANCE = {"loss": 1e-5, "grad": 1e-4}
 """Relative, for steps whose parameters are all 32-bit or wider."""
@@ -23,6 +25,9 @@ WHOLE_BATCH = {"loss": 1e-5, "grad": 1e-3}
 examples cancel, and what is left of a bias's is the rounding of their sum."""
 LOW_PRECISION = {"loss": 2e-2, "grad": 2e-2}
 """Relative, where a parameter or an activation is narrower: another order of a bf16 sum differs by 2^-8."""
+NOISE_FACTOR = 2.0
+"""How many times as far as one device is from itself narrow gradients may be: the planned program is rounded apart in
+more places than the two that one device was compiled to."""
 FLOOR = 1e-3
 """A leaf's gradient is compared against its own size, but never less than this share of the largest gradient: a
 gradient that is zero in exact arithmetic (a bias ahead of a softmax) is all rounding."""
@@ -56,7 +61,7 @@ class CheckReport:
 
     Attributes:
         loss_rel_diff: worst over the steps.
-        grad_rel_diff: worst over the steps.
+        grad_rel_diff: worst over the steps; where `narrow_grad_rel_diff` is set, of the step computed in 32 bits.
         grad_leaf: parameter where the gradient differs most.
         state_abs_diff: largest absolute difference of any floating leaf of the outputs after the last step.
         state_leaf: that leaf.
@@ -65,6 +70,9 @@ class CheckReport:
         tolerance: ("loss", "grad") relative tolerances that applied.
         plan: the plan that ran.
         notes: one sentence each.
+        narrow_grad_rel_diff: worst over the steps of the step as written, where 16-bit rounding alone is above the
+            tolerance: one device compiled with and without excess precision then differs from itself as much, and
+            the plan is judged by the same step in 32 bits (`uniap_jax.core.wide`). None where it was not needed.
     """
 
     loss_rel_diff: float
@@ -77,6 +85,7 @@ class CheckReport:
     tolerance: tuple[float, float]
     plan: Plan
     notes: tuple[str, ...] = ()
+    narrow_grad_rel_diff: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, as `uniap-jax check --json` prints it."""
@@ -127,31 +136,42 @@ def _difference(a: Any, b: Any) -> float:
     return float(np.nan_to_num(gap, nan=np.inf).max(initial=0.0))
 
 
+def _largest(array: Any) -> float:
+    return float(np.abs(np.asarray(array, np.float64)).max(initial=0.0))
+
+
+def leaf_differences(grads: Sequence[Any], others: Sequence[Any]) -> list[float]:
+    """Per leaf |difference| / max(|leaf|, FLOOR × |largest leaf|), maximum norms."""
+    floor = max(FLOOR * max(map(_largest, grads), default=0.0), 1e-30)
+    return [_difference(a, b) / max(_largest(a), floor) for a, b in zip(grads, others, strict=True)]
+
+
 def _compare(
     graph: LayerGraph, loss: Any, planned: Any, grads: Sequence[Any], planned_grads: Sequence[Any]
 ) -> StepDifference:
-    largest = max((float(np.abs(np.asarray(g, np.float64)).max(initial=0.0)) for g in grads), default=0.0)
-    worst, leaf = 0.0, ""
-    for value, a, b in zip(graph.params, grads, planned_grads, strict=True):
-        size = max(float(np.abs(np.asarray(a, np.float64)).max(initial=0.0)), FLOOR * largest, 1e-30)
-        relative = _difference(a, b) / size
-        if relative >= worst:
-            worst, leaf = relative, value.name
+    apart = leaf_differences(grads, planned_grads)
+    worst = max(range(len(apart)), key=lambda i: (apart[i], i), default=None)
     loss, planned = float(loss), float(planned)
     return StepDifference(
         loss=loss,
         planned_loss=planned,
         loss_rel_diff=_difference(loss, planned) / max(abs(loss), 1e-30),
-        grad_rel_diff=worst,
-        grad_leaf=leaf,
+        grad_rel_diff=0.0 if worst is None else apart[worst],
+        grad_leaf="" if worst is None else graph.params[worst].name,
     )
+
+
+def is_low_precision(graph: LayerGraph) -> bool:
+    """Whether a parameter or an activation is a float of less than 32 bits."""
+    return any(is_narrow(v.dtype) for v in (*graph.params, *graph.values))
 
 
 def tolerance_of(graph: LayerGraph) -> dict[str, float]:
     """The tolerances that fit the narrowest floating type of parameters and activations, and how examples meet."""
-    floats = [v.dtype for v in (*graph.params, *graph.values) if jax.numpy.issubdtype(v.dtype, jax.numpy.floating)]
-    if any(np.dtype(d).itemsize < 4 for d in floats):
-        return LOW_PRECISION
+    return LOW_PRECISION if is_low_precision(graph) else _wide_tolerance(graph)
+
+
+def _wide_tolerance(graph: LayerGraph) -> dict[str, float]:
     return WHOLE_BATCH if graph.split_cause == "statistic" else TOLERANCE
 
 
@@ -160,13 +180,26 @@ class OneDevice:
 
     Args:
         graph: the captured step.
-        device: where it runs; the first of `jax.devices()` by default.
+        device: where it runs; the default device where None.
     """
 
     def __init__(self, graph: LayerGraph, device: Any = None) -> None:
+        self.graph, self.device = graph, device
         with jax.default_device(device):
             self.step = jax.jit(graph.step.flat)
             self.gradients = jax.jit(reference_gradients(graph))
+
+    @functools.cached_property
+    def rounded(self) -> Callable[..., tuple[Any, list[Any]]]:
+        """The gradients compiled to round every 16-bit value: a program as right as `gradients`, rounded elsewhere."""
+        options = {"xla_allow_excess_precision": False}
+        with jax.default_device(self.device):
+            return jax.jit(reference_gradients(self.graph), compiler_options=options)
+
+    @functools.cached_property
+    def widened(self) -> OneDevice:
+        """The same step in 32 bits."""
+        return OneDevice(widened(self.graph), self.device)
 
 
 def check_plan(
@@ -180,6 +213,9 @@ def check_plan(
 ) -> CheckReport:
     """Runs a plan and the user's own step on one device from the same start and compares them.
 
+    Where 16-bit gradients differ by more than the tolerance, one device is compared with itself compiled otherwise,
+    and the plan is run once more with the same step in 32 bits: that tells rounding from a fault.
+
     Args:
         graph: the captured step.
         plan: the plan to run.
@@ -189,34 +225,88 @@ def check_plan(
         one_device: of the same graph, where several plans are compared with it.
     """
     devices = list(jax.devices() if devices is None else devices)
+    reference, limits = one_device or OneDevice(graph, devices[0]), tolerance_of(graph)
+    leaves = graph.step.flatten(*args)
+    found = _run_both(reference, plan, leaves, devices, steps)
+    report = _report(graph, plan, found, limits)
+    if report.ok or limits is not LOW_PRECISION or report.loss_rel_diff > limits["loss"]:
+        return report
+    noise = _noise(reference, found, leaves[1])
+    floats = [list(map(wide_array, group)) for group in leaves]
+    wide = _report(graph, plan, _run_both(reference.widened, plan, floats, devices, steps), _wide_tolerance(graph))
+    note = (
+        f"in 16 bits gradients differ by {report.grad_rel_diff:.1e} at {report.grad_leaf}; those of one device "
+        f"compiled in two ways differ by {noise:.1e}; in 32 bits the same plan differs by {wide.grad_rel_diff:.1e}"
+    )
+    if report.grad_rel_diff > NOISE_FACTOR * noise or not wide.ok:
+        return replace(report, notes=(*report.notes, note))
+    return replace(
+        report,
+        ok=True,
+        grad_rel_diff=wide.grad_rel_diff,
+        grad_leaf=wide.grad_leaf,
+        narrow_grad_rel_diff=report.grad_rel_diff,
+        tolerance=(limits["loss"], wide.tolerance[1]),
+        notes=(*report.notes, note),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Found:
+    """What running a plan beside one device gave.
+
+    Attributes:
+        differences: per step.
+        states: the planned state at which each step compared gradients.
+        outs: of the last step.
+        expected: of the last step on one device.
+    """
+
+    differences: list[StepDifference]
+    states: list[list[Any]]
+    outs: Sequence[Any]
+    expected: Sequence[Any]
+
+
+def _run_both(
+    reference: OneDevice, plan: Plan, leaves: Sequence[Sequence[Any]], devices: Sequence[Any], steps: int
+) -> _Found:
+    graph, (state, batch) = reference.graph, leaves
     planned = compile_plan(with_gradients(graph), plan, devices=devices, donate=False)
-    state, batch = graph.step.flatten(*args)
-    reference = one_device or OneDevice(graph, devices[0])
-    ours, theirs = list(state), list(state)
-    differences, outs, expected = [], [], []
+    ours, theirs, extra = list(state), list(state), 1 + len(graph.params)
+    differences, states, outs, expected = [], [], list[Any](), list[Any]()
     for _ in range(steps):
         loss, _ = reference.gradients(*theirs, *batch)
-        _, grads = reference.gradients(*planned.gather(ours), *batch)
+        states.append(planned.gather(ours))
+        _, grads = reference.gradients(*states[-1], *batch)
         expected = reference.step(*theirs, *batch)
         outs = planned(ours, batch)
-        extra = 1 + len(graph.params)
         outs, (planned_loss, *planned_grads) = outs[:-extra], outs[-extra:]
         differences.append(_compare(graph, loss, planned_loss, grads, planned_grads))
         ours, theirs = _next_state(graph, ours, outs), _next_state(graph, theirs, expected)
+    return _Found(differences=differences, states=states, outs=outs, expected=expected)
+
+
+def _noise(reference: OneDevice, found: _Found, batch: Sequence[Any]) -> float:
+    """How far gradients of one device are from themselves, worst over steps and leaves."""
+    pairs = ((reference.gradients(*s, *batch)[1], reference.rounded(*s, *batch)[1]) for s in found.states)
+    return max(max(leaf_differences(*pair), default=0.0) for pair in pairs)
+
+
+def _report(graph: LayerGraph, plan: Plan, found: _Found, limits: dict[str, float]) -> CheckReport:
     worst_state, state_leaf = 0.0, ""
-    for value, a, b in zip(graph.step.outputs, expected, outs, strict=True):
+    for value, a, b in zip(graph.step.outputs, found.expected, found.outs, strict=True):
         if _floating(a) and _difference(a, b) >= worst_state:
             worst_state, state_leaf = _difference(a, b), value.name
-    limits = tolerance_of(graph)
-    worst = max(differences, key=lambda d: d.grad_rel_diff)
-    loss_rel = max(d.loss_rel_diff for d in differences)
+    worst = max(found.differences, key=lambda d: d.grad_rel_diff)
+    loss_rel = max(d.loss_rel_diff for d in found.differences)
     return CheckReport(
         loss_rel_diff=loss_rel,
         grad_rel_diff=worst.grad_rel_diff,
         grad_leaf=worst.grad_leaf,
         state_abs_diff=worst_state,
         state_leaf=state_leaf,
-        per_step=tuple(differences),
+        per_step=tuple(found.differences),
         ok=loss_rel <= limits["loss"] and worst.grad_rel_diff <= limits["grad"],
         tolerance=(limits["loss"], limits["grad"]),
         plan=plan,

@@ -227,3 +227,12 @@ def test_a_class_shards_alone_without_moving_anything(ops):
         moved = {m.op for m in collectives(compiled.as_text())}
         assert moved <= ({"all-reduce"} if c.contracted else set()), (c, ops)
         np.testing.assert_allclose(compiled(*placed), f(*args), rtol=1e-5)
+
+
+def test_empty_slices() -> None:
+    """Rolling by nothing joins all of an array with none of it."""
+
+    def rolled(a, b):
+        return lax.concatenate([a, lax.slice_in_dim(a, 0, 0, axis=1)], 1) + b
+
+    assert together(rolled, ones(2, 3), ones(2, 3)) == [{(0, 0), (1, 0)}]

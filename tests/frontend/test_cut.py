@@ -207,3 +207,6 @@ def test_scan_is_one_layer_and_checkpoint_is_kept():
     assert "scan" in names
     assert names & {"remat2", "checkpoint"}
     assert graph.split_reason == ""
+    (note,) = graph.notes
+    assert "The 3 turns of the loop in" in note
+    assert "test_cut.py:" in note

@@ -84,22 +84,7 @@ def load(name: str) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the model's authors
         spec.loader.exec_module(module)
-    if name == "flaxex_wmt":
-        module.jnp = _Wide()  # type: ignore[attr-defined]
     return module
-
-
-class _Wide:
-    """`jax.numpy` with 32 bits for 16.
-
-    Under ReLU, 16-bit rounding moves units across zero: one device, compiled and operation by operation, disagrees
-    with itself by 15 % in a gradient of wmt, so nothing finer can be asked of a plan. In 32 bits it can.
-    """
-
-    bfloat16 = jnp.float32
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(jnp, name)
 
 
 @lru_cache(maxsize=4)

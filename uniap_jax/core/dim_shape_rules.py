@@ -230,7 +230,7 @@ def slice_(use: Use) -> list[Dims]:
     for i, (node, size, n) in enumerate(zip(use.ins[0], use.shape(0), use.out_shape(), strict=True)):
         if n == size:
             out.append(node)
-        elif strides[i] == 1 and size % n == 0 and p["start_indices"][i] % n == 0:
+        elif n and strides[i] == 1 and size % n == 0 and p["start_indices"][i] % n == 0:
             out.append(_piece(use, node, size // n, n))
         else:
             use.stop(node, f"sliced {p['start_indices'][i]}:{p['limit_indices'][i]} of {size}")

@@ -12,8 +12,8 @@ import numpy as np
 from uniap_jax.core.graph import LayerGraph, Value
 
 
-def reference_gradients(graph: LayerGraph, *, index: int = 0) -> Callable[..., tuple[Any, list[Any]]]:
-    """`(*state leaves, *batch leaves) -> (loss, gradients)` of the batch, as plain JAX computes them on one device.
+def reference_results(graph: LayerGraph, *, index: int = 0) -> Callable[..., tuple[list[Any], list[Any]]]:
+    """`(*state leaves, *batch leaves) -> (results, gradients)` of the batch, as plain JAX computes them on one device.
 
     Args:
         graph: the captured step; of `graph.microbatch(c)` the batch leaves are one micro-batch's.
@@ -21,7 +21,7 @@ def reference_gradients(graph: LayerGraph, *, index: int = 0) -> Callable[..., t
     """
     step, count = graph.step, len(graph.step.state)
 
-    def loss(params: Sequence[Any], operands: Sequence[Any], batch: Sequence[Any]) -> Any:
+    def loss(params: Sequence[Any], operands: Sequence[Any], batch: Sequence[Any]) -> tuple[Any, list[Any]]:
         values: dict[int, Any] = {}
         for layer in graph.layers:
             inputs = [params[i] for i in layer.params]
@@ -31,12 +31,25 @@ def reference_gradients(graph: LayerGraph, *, index: int = 0) -> Callable[..., t
                 inputs.append(source[operand.leaf])
             inputs += [values[i] for i in layer.reads]
             values.update(zip(layer.writes, jax.core.eval_jaxpr(layer.jaxpr.jaxpr, (), *inputs), strict=True))
-        return values[graph.results[0]]
+        results = [values[i] for i in graph.results]
+        return results[0], results
 
-    def gradients(*leaves: Any) -> tuple[Any, list[Any]]:
+    def both(*leaves: Any) -> tuple[list[Any], list[Any]]:
         outs = jax.core.eval_jaxpr(step.before.jaxpr, step.before.consts, *leaves[:count])
         params, operands = outs[: len(graph.params)], outs[len(graph.params) :]
-        return jax.value_and_grad(loss)(params, operands, leaves[count:])
+        (_, results), grads = jax.value_and_grad(loss, has_aux=True)(params, operands, leaves[count:])
+        return results, grads
+
+    return both
+
+
+def reference_gradients(graph: LayerGraph, *, index: int = 0) -> Callable[..., tuple[Any, list[Any]]]:
+    """`(*state leaves, *batch leaves) -> (loss, gradients)`; arguments as of `reference_results`."""
+    both = reference_results(graph, index=index)
+
+    def gradients(*leaves: Any) -> tuple[Any, list[Any]]:
+        results, grads = both(*leaves)
+        return results[0], grads
 
     return gradients
 

@@ -19,7 +19,7 @@ from uniap_jax.frontend.batch_rules import CONST, Kind
 from uniap_jax.frontend.batching import FACTOR, Misaligned, classify, grown_dims
 from uniap_jax.frontend.capture import capture
 from uniap_jax.frontend.cut import cut_points, mark_layer, marked_places, weigh
-from uniap_jax.frontend.layers import Cut, build_layers
+from uniap_jax.frontend.layers import Cut, build_layers, loop_notes
 from uniap_jax.frontend.rng import CannotSlice, slice_random_bits
 from uniap_jax.frontend.split import LossTape, SplitStep, split_step
 
@@ -189,12 +189,14 @@ class _Tracer:
             split_reason=self.batching.reason,
             split_cause=self.batching.cause,
             fingerprint=_fingerprint(cut, self._params(), step),
-            notes=(f"The batch is not split into micro-batches: {self.batching.reason}.",)
-            if self.batching.reason
-            else (),
+            notes=(*self._split_notes(), *loop_notes(cut.layers)),
         )
         self._cache[1] = graph
         return graph
+
+    def _split_notes(self) -> tuple[str, ...]:
+        reason = self.batching.reason
+        return (f"The batch is not split into micro-batches: {reason}.",) if reason else ()
 
     def _values(self, cut: Cut) -> tuple[Value, ...]:
         writer = {v: layer.name for layer in cut.layers for v in layer.writes}

@@ -8,11 +8,13 @@ from typing import Any
 
 from uniap_jax.core.graph import Layer
 from uniap_jax.core.jax_compat import Literal, Var
-from uniap_jax.core.jaxprs import close, signature, total_flops, variables
+from uniap_jax.core.jaxprs import close, eqn_flops, scan_counts, signature, total_flops, variables
 from uniap_jax.core.sources import source_line
 from uniap_jax.frontend.cut import dependent
 from uniap_jax.frontend.labels import layer_name, unique_names
 from uniap_jax.frontend.split import LossTape
+
+LOOP_SHARE = 0.5  # of the work: people are told that a heavier loop is one layer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -94,6 +96,22 @@ class _Numbers:
             else:
                 found.append(self.values[a])
         return tuple(found)
+
+
+def loop_notes(layers: Sequence[Layer]) -> tuple[str, ...]:
+    """A sentence for each loop over stacked parameters that holds most of the work: it is one layer."""
+    total, notes = sum(layer.flops for layer in layers), []
+    for layer in layers:
+        params = {*layer.jaxpr.jaxpr.invars[: len(layer.params)]}
+        for eqn in layer.jaxpr.jaxpr.eqns:
+            if eqn.primitive.name != "scan" or eqn_flops(eqn) <= LOOP_SHARE * total:
+                continue
+            if params & {*variables(eqn.invars[sum(scan_counts(eqn)[:2]) :])}:  # over layers, not over time
+                notes.append(
+                    f"The {eqn.params['length']} turns of the loop in {layer.name} ({source_line(eqn)}) are one "
+                    "layer: they share one strategy, and only equal stages can cut it; write them out to plan each."
+                )
+    return tuple(notes)
 
 
 def _layer(

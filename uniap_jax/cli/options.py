@@ -208,6 +208,12 @@ def make_parser() -> _Parser:
     )
     check.add_argument("--plan", metavar="FILE", help="check this plan instead of searching one")
     check.add_argument("--steps", type=_count, default=3, metavar="N", help="training steps to compare (default 3)")
+    check.add_argument(
+        "--accuracy",
+        action="store_true",
+        help="compare what is predicted of many plans with what is measured; with --topology, memory as compiled",
+    )
+    check.add_argument("--plans", type=_count, default=20, metavar="N", help="plans to compare (default 20)")
     solve = add("solve", [], "Solve a planning problem given as tables")
     solve.add_argument("tables", metavar="TABLES.json")
     solve.add_argument("--engine", default="interval", help="interval (default) or another engine by name")

@@ -144,6 +144,8 @@ def check(options: Namespace, output: Output) -> int:
     """Trains under a plan and on one device from the same start, and compares the numbers."""
     from uniap_jax.check import check as compare
 
+    if options.accuracy:
+        return _accuracy(options, output)
     build, profile = load_build(options.step), None
     if options.source == "measured" and not options.plan:
         profile = _profile(options, _trace(options), _cluster(options))
@@ -159,6 +161,24 @@ def check(options: Namespace, output: Output) -> int:
     output.people(lambda stream: table.print_plan(report.plan, stream))
     output.show(facts, lambda stream: print_check(facts, stream))
     return OK if report.ok else CHECK_FAILED
+
+
+def _accuracy(options: Namespace, output: Output) -> int:
+    """Many plans: what was predicted beside what is measured, or compiled for devices that are not here."""
+    from uniap_jax.accuracy import absent_accuracy, accuracy, report_lines
+
+    if options.plan:
+        raise UsageError("--accuracy compares many plans; leave --plan out")
+    state, train_step, batch = load_build(options.step)()
+    graph, cluster = uniap.trace(train_step, state, batch), _cluster(options)
+    costs = uniap.estimate(graph, cluster, _profile(options, graph, cluster))
+    if options.topology:
+        report = absent_accuracy(graph, costs, cluster, num_plans=options.plans)
+    else:
+        report = accuracy(graph, costs, (state, batch), num_plans=options.plans)
+    output.text("\n".join(report_lines(report)))
+    output.result({"ok": True, **report.to_dict()})
+    return OK
 
 
 def solve(options: Namespace, output: Output) -> int:

@@ -238,7 +238,7 @@ class Describer:
     def _reduce_s(self, work: Pass, strategy: Strategy) -> float:
         """Partial sums of tensor ways, keys and values that context ways gather, tokens sent to experts and back."""
         tensor, links = strategy.tensor, self.links
-        kinds = ("all_reduce",)
+        kinds: tuple[str, ...] = ("all_reduce",)
         if strategy.sequence:  # XLA's CPU backend reduces, then slices
             kinds = ("all_reduce" if self.cluster.platform == "cpu" else "reduce_scatter", "all_gather")
         total = sum(links.time_s(kind, b, tensor, 1) for b in work.reduced for kind in kinds)

@@ -17,8 +17,10 @@ from uniap_jax.core.graph import Layer, LayerGraph
 from uniap_jax.core.machine import Cluster
 from uniap_jax.core.plan import SCHEDULES
 from uniap_jax.core.profile import Key, LayerCost, Links, Profile, Rates
+from uniap_jax.core.searched import StrategySpace
 from uniap_jax.core.sharding import LayerSharding, axis_sizes, layer_sharding, shard_bytes
-from uniap_jax.core.strategy import Strategy, enumerate_strategies, used_degrees
+from uniap_jax.core.strategy import Strategy
+from uniap_jax.cost_model.credible import credible
 from uniap_jax.cost_model.equal_stages import EqualModel
 from uniap_jax.cost_model.memory import Held, beside_state
 from uniap_jax.cost_model.pipeline import busy_factor, flights, working_share
@@ -59,10 +61,10 @@ class TableModel:
         self.cluster, self.profile, self.keeps = cluster, profile, keeps
         self._links = Links(cluster, profile.links if profile else ())
         self._rates = profile.rates if profile else Rates()
-        self._entries = profile.table() if profile else {}
         if self._rates.overlap_slowdown:
             cluster = replace(cluster, overlap_slowdown=self._rates.overlap_slowdown)
         self._describer = Describer(graph, cluster, self._links)
+        self._entries, self._refused = credible(profile.table() if profile else {}, self._describer)
         self.graph = self._describer.graph
         self._state = state_bytes(self.graph)
         self._bundles = bundles(self.graph)
@@ -75,7 +77,7 @@ class TableModel:
         self._reasons: dict[tuple[str, str, int], str] = {}
         self._costs: dict[tuple[str, Strategy, int, bool], LayerCost] = {}
         self._shares: dict[tuple[str, Strategy], Shares] = {}
-        self._wanted: Strategy | None = None
+        self._space = StrategySpace(self.graph, keeps)
         self._equal = EqualModel(self)
 
     # ---- what the planner asks -----------------------------------------------------------------------------------
@@ -117,7 +119,12 @@ class TableModel:
         if self.profile:
             counts = ", ".join(f"{n} {k}" for k, n in self.profile.counts().items())
             origin = f"Layer costs: {counts}; what is missing is described from {self.cluster.name}."
-        return (origin, *self._describer.notes, *(self.profile.notes if self.profile else self.cluster.notes))
+        return (
+            origin,
+            *self._refused,
+            *self._describer.notes,
+            *(self.profile.notes if self.profile else self.cluster.notes),
+        )
 
     @property
     def split_reason(self) -> str:
@@ -146,24 +153,12 @@ class TableModel:
 
     def strategies(self, num_stages: int) -> tuple[Strategy, ...]:
         """The strategies axis of the tables with `num_stages` stages."""
-        size = self.num_devices // num_stages
-        listed = enumerate_strategies(size, keeps=self.keeps)
-        if self._wanted is None:
-            return listed
-        wanted = self._wanted
-        asked = enumerate_strategies(
-            size,
-            keeps=(wanted.keep,),
-            zeros=(wanted.zero,),
-            degrees=used_degrees(wanted),
-            sequence=tuple({False, wanted.sequence}),
-        )
-        return (*listed, *(s for s in asked if s not in listed))
+        return self._space.strategies(self.num_devices // num_stages)
 
     def with_strategy(self, strategy: Strategy) -> TableModel:
         """The same model, whose tables also list strategies of this one's ZeRO stage and of what it keeps."""
         wider = copy.copy(self)
-        wider._wanted = strategy
+        wider._space = self._space.asking(strategy)
         wider._equal = EqualModel(wider)
         return wider
 
@@ -194,7 +189,7 @@ class TableModel:
         for group in self._alike(stages):
             layer = layers[group[0]]
             for k, strategy in enumerate(strategies):
-                if self._reason(layer, strategy, pieces):
+                if self._reason(layer, strategy, pieces) or self._space.repeats(layer, strategy):
                     continue
                 cost = self._cost(layer, strategy, self.batch_size // pieces, stages == 1)
                 allowed[group, k] = cost.origin != "does_not_fit"

@@ -9,8 +9,9 @@ from uniap_jax.core.described import Describer, cut_batch, divisors
 from uniap_jax.core.errors import ProfileError, StrategyError
 from uniap_jax.core.graph import Layer, LayerGraph
 from uniap_jax.core.profile import Key
+from uniap_jax.core.searched import same_as, searched_strategies
 from uniap_jax.core.sharding import layer_sharding
-from uniap_jax.core.strategy import Strategy, enumerate_strategies
+from uniap_jax.core.strategy import Strategy
 
 LIGHT = 0.02
 """Share of the model's time under which a kind of layer is measured last."""
@@ -68,7 +69,7 @@ def entries(
     for c in pieces:
         cut = cut_batch(graph, c)
         for p in stages:
-            for strategy in enumerate_strategies(devices // p, keeps=keeps):
+            for strategy in searched_strategies(graph, devices // p, keeps=keeps).listed:
                 for signature, group in graph.unique.items():
                     if _legal(cut, graph.layers[group[0]], strategy):
                         key = Key(signature=signature, strategy=str(strategy), samples=graph.batch_size // c)
@@ -81,9 +82,9 @@ def entries(
 def _legal(graph: LayerGraph, layer: Layer, strategy: Strategy) -> bool:
     try:
         layer_sharding(graph, layer, strategy)
+        return same_as(graph, layer, strategy) is None
     except StrategyError:
         return False
-    return True
 
 
 def by_value(found: Sequence[Entry], describer: Describer) -> list[Entry]:
@@ -114,7 +115,7 @@ def _rank(entry: Entry, legal: Sequence[int], weight: float) -> tuple[int, int, 
     """(group, which plain strategy, stages, minus the weight): smaller is measured earlier."""
     s, stages, ways = entry.strategy, entry.num_stages, entry.strategy.num_devices
     degrees = [s.data, s.fsdp, s.tensor]
-    plain = degrees.index(ways) if ways in degrees else len(degrees)
+    plain = degrees.index(ways) if ways in degrees and s.zero == 3 and not s.sequence else len(degrees)
     usual = entry.num_microbatches == _nearest(legal, 1 if stages == 1 else 2 * stages)
     other = entry.num_microbatches == _nearest(legal, 4 if stages == 1 else stages // 2)
     if plain < 3 and s.keep == "all" and usual:

@@ -124,4 +124,4 @@ def _peak(case: Case, number: int, pieces: int, links: dict[int, int]) -> float:
         math.prod(NamedSharding(case.mesh, s).shard_shape(stacked(a).shape)) * a.dtype.itemsize
         for s, a in zip(into, (a for a in reads if is_float(a)), strict=True)
     )
-    return max(0.0, program.memory["temporaries"] + program.memory["outputs"] - leaving)
+    return float(max(0.0, program.memory["temporaries"] + program.memory["outputs"] - leaving))

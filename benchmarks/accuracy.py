@@ -1,0 +1,100 @@
+"""How right the predictions are: many plans per model, predicted beside measured times and compiled memory.
+
+    python -m benchmarks.accuracy                          measured profiles, plans run on eight virtual CPU devices
+    python -m benchmarks.accuracy gpt                      one model
+    python -m benchmarks.accuracy --topology v5e:4x4       compiled profiles, plans compiled for chips that are not here
+    python -m benchmarks.accuracy --plans 20 --budget 120
+
+Runs are interleaved: every round runs each plan once. Virtual devices share this machine's cores, so times say how
+right the model is of such a machine, not of accelerators.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("NPROC", "64")
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import uniap_jax as uniap
+from benchmarks.markdown import made_on, say
+from uniap_jax import demo_gpt
+from uniap_jax.accuracy import absent_accuracy, accuracy, report_lines
+
+GPT = demo_gpt.Size(num_layers=6, width=256, num_heads=4, sequence=64, batch=16)
+
+
+def mlp() -> tuple[Any, Callable[..., Any], Any]:
+    """Eight equal residual blocks, and SGD with momentum."""
+    rng = np.random.default_rng(0)
+    blocks = [
+        {
+            name: rng.normal(size=size).astype(np.float32) * 0.05
+            for name, size in (("a", (256, 1024)), ("b", (1024, 256)))
+        }
+        for _ in range(8)
+    ]
+    tx = optax.sgd(1e-2, momentum=0.9)
+
+    def train_step(state: Any, batch: Any) -> Any:
+        def loss(params: Any) -> jax.Array:
+            x = batch["x"]
+            for p in params:
+                x = x + jax.nn.gelu(x @ p["a"]) @ p["b"]
+            return jnp.mean((x - batch["y"]) ** 2)
+
+        value, grads = jax.value_and_grad(loss)(state["params"])
+        updates, opt = tx.update(grads, state["opt"])
+        return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, value
+
+    batch = {name: rng.normal(size=(512, 256)).astype(np.float32) for name in ("x", "y")}
+    return {"params": blocks, "opt": tx.init(blocks)}, train_step, batch
+
+
+MODELS: dict[str, Callable[[], tuple[Any, Callable[..., Any], Any]]] = {
+    "gpt": lambda: demo_gpt.build(size=GPT),
+    "mlp": mlp,
+}
+
+
+def main() -> None:
+    """Prints a table per model."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("models", nargs="*", choices=[*MODELS, []], help="all by default")
+    parser.add_argument("--topology", help="compile for devices that are not here, for example v5e:4x4")
+    parser.add_argument("--plans", type=int, default=20)
+    parser.add_argument("--budget", type=float, default=120.0, help="seconds of profiling")
+    options = parser.parse_args()
+    say(made_on(("jax", "numpy")))
+    for name in options.models or MODELS:
+        started = time.perf_counter()
+        state, train_step, batch = MODELS[name]()
+        graph = uniap.trace(train_step, state, batch)
+        cluster = uniap.load_cluster(options.topology) if options.topology else uniap.local_cluster()
+        source = "compiled" if options.topology else "measured"
+        found = uniap.profile(graph, cluster, source=source, budget_s=options.budget)
+        costs = uniap.estimate(graph, cluster, found)
+        profiled = time.perf_counter() - started
+        if options.topology:
+            report = absent_accuracy(graph, costs, cluster, num_plans=options.plans)
+        else:
+            report = accuracy(graph, costs, (state, batch), num_plans=options.plans)
+        say(f"\n## {name} on {cluster.name}\n")
+        counts = ", ".join(f"{n} {k}" for k, n in found.counts().items())
+        say(f"Profile: {counts} entries; {profiled:.0f} s, then {time.perf_counter() - started - profiled:.0f} s.\n")
+        for line in report_lines(report):
+            say(line)
+
+
+if __name__ == "__main__":
+    main()

@@ -51,7 +51,7 @@ def _stage_peak(step: ParallelStep, run: Pipeline, stage: int) -> int:
         for v, a in zip(built.spec.reads, built.spec.arrives, strict=True)
     )
     flying = run.schedule.in_flight[stage]
-    passes = max(_own(p) for p in (built.forward, built.backward))
+    passes = max(_own(built.forward) - held, _own(built.backward))  # what a forward leaves is in flight already
     last = [p for p in programs.update.programs if f"stage_{stage}" in p.name]
     finish = max(map(_own, [*last, *([] if built.reduce is None else [built.reduce])]), default=0)
     return state + _gradient_bytes(programs, stage) + max(flying * (held + reads) + passes, finish)

@@ -90,7 +90,7 @@ def solve(
     stages: Plan | UniapError | None = None
     if not alone:
         only = 1 if executor == "program" else num_stages
-        stages = _attempt(costs, time_limit_s=max(clock.left(), 1e-3), num_stages=only, **fixed)
+        stages = _attempt(costs, time_limit_s=clock.left(), num_stages=only, **fixed)
     return _better(costs, stages, equal, reason, clock)
 
 

@@ -1,7 +1,14 @@
 import jax
 import pytest
 
-from uniap_jax.profiler.links import fit_line, groups, measure_collective, measure_transfer
+from uniap_jax.profiler.links import (
+    fit_line,
+    groups,
+    measure_collective,
+    measure_overlap,
+    measure_transfer,
+    overlap_slowdown,
+)
 
 
 def test_a_line_is_found_again():
@@ -33,3 +40,19 @@ def test_collectives_on_the_devices(kind, size, stride):
 
 def test_transfers_on_the_devices():
     assert measure_transfer(2, jax.devices()).time_s(1 << 20) > 0
+
+
+@pytest.mark.parametrize(
+    ("kernels", "collective", "both", "slowdown"),
+    [(3.0, 1.0, 3.0, 1.0), (3.0, 1.0, 4.0, 2.0), (1.0, 3.0, 3.3, 1.3), (3.0, 1.0, 9.0, 2.0), (3.0, 1.0, 2.0, 1.0)],
+)
+def test_slowdown_of_what_runs_together(kernels, collective, both, slowdown):
+    assert overlap_slowdown(kernels, collective, both) == pytest.approx(slowdown)
+
+
+def test_what_is_too_short_to_be_seen_takes_turns():
+    assert overlap_slowdown(10.0, 0.1, 10.0) == 2.0
+
+
+def test_overlap_on_the_devices():
+    assert 1.0 <= measure_overlap(jax.devices()) <= 2.0

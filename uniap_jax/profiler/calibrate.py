@@ -38,8 +38,8 @@ def described_parts(describer: Describer, entry: Entry) -> NDArray[np.float64]:
     """Seconds of flops, bytes, kernels, collectives inside the layer, gradient synchronisation."""
     layer, fused = describer.graph.layers[entry.layer], entry.num_stages == 1
     parts = describer.parts(layer, entry.strategy, samples=entry.key.samples, fused=fused)
-    cost = describer.cost(layer, entry.strategy, samples=entry.key.samples, fused=fused)
-    return np.array([parts.flops_s, parts.memory_s, parts.kernels_s, parts.reduce_s + parts.gather_s, cost.sync_s])
+    sync_s = describer.sync_s(entry.strategy, param_bytes(describer.graph, layer, entry.strategy))
+    return np.array([parts.flops_s, parts.memory_s, parts.kernels_s, parts.reduce_s + parts.gather_s, sync_s])
 
 
 def calibrate(measured: Sequence[tuple[NDArray[np.float64], float]]) -> Calibration:
@@ -133,7 +133,10 @@ def _scaled(
         near = min(known, key=lambda k: distance(entry, k))
         correction = ratio[near.key] ** (REACH / (REACH + distance(entry, near)))
         transient = _transient(entry, near, base, measured[near.key], describer)
-        marginal = _marginal(entry, near, base, measured[near.key], describer)
+        whole = [k for k in known if k.num_stages == 1]
+        if whole and entry.num_stages == 1:
+            alike = min(whole, key=lambda k: distance(entry, k))
+            marginal = _marginal(entry, alike, base, measured[alike.key], describer)
     sync = float(parts[4] * found.weights[4] * correction)
     rest = float(parts[:4] @ found.weights[:4] * correction)
     share = base.forward_s / base.time_s if base.time_s > 0 else 1 / 3
@@ -150,7 +153,7 @@ def _scaled(
 
 def _marginal(entry: Entry, near: Entry, base: LayerCost, known: LayerCost, describer: Describer) -> float:
     """What one more equal layer adds, by the neighbour's over what is described of it; 0 where that is not known."""
-    if not known.marginal_bytes or entry.num_stages > 1:
+    if not known.marginal_bytes:
         return 0.0
     layer = describer.graph.layers[near.layer]
     told = describer.cost(layer, near.strategy, samples=near.key.samples, fused=True)

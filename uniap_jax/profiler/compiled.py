@@ -22,7 +22,7 @@ from uniap_jax.core.profile import LayerCost, Links, overlapped
 from uniap_jax.core.sharding import make_mesh
 from uniap_jax.profiler.cache import Cache
 from uniap_jax.profiler.hlo import Program, read_program
-from uniap_jax.profiler.measure import OUT_OF_MEMORY, does_not_fit, memory_parts, write_bytes
+from uniap_jax.profiler.measure import OUT_OF_MEMORY, does_not_fit, edge_bytes, memory_parts
 from uniap_jax.profiler.order import Entry
 from uniap_jax.profiler.programs import Case, Direction, compile_fused, compile_split
 from uniap_jax.profiler.window import window_bytes
@@ -176,7 +176,7 @@ class Compiler:
             "kernels": [t.kernels_s for t in times],
             "collectives": [t.collectives_s for t in times],
             "memory": [p.memory for p in programs],
-            "writes": write_bytes(case),
+            **edge_bytes(case),
             "window": window_bytes(case, entry.num_microbatches) if entry.num_stages == 1 else (0.0, 0.0),
         }
 

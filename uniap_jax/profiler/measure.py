@@ -91,7 +91,7 @@ def _cached_fit(
 
 def _rates(devices: Sequence[Any], stages: Sequence[int], cache: Cache) -> Rates:
     shared = devices[0].platform == "cpu"  # other devices have cores of their own
-    facts = {"what": "rates", "stages": sorted(stages), "overlap": True, **machine_facts(devices)}
+    facts = {"what": "rates", "stages": sorted(stages), "overlap": 2, **machine_facts(devices)}
     known = cache.get(facts)
     if known is None:
         contention = [(p, links.measure_contention(p, devices)) for p in stages if p > 1] if shared else []
@@ -182,7 +182,7 @@ class Measurer:
             "spread": [t.spread for t in timings],
             "runs": [t.runs for t in timings],
             "memory": [p.memory for p in programs],
-            "writes": write_bytes(case),
+            **edge_bytes(case),
             "window": window_bytes(case, entry.num_microbatches) if entry.num_stages == 1 else (0.0, 0.0),
         }
 
@@ -219,12 +219,14 @@ def does_not_fit(told: LayerCost) -> LayerCost:
     return replace(told, origin="does_not_fit")
 
 
-def write_bytes(case: Case) -> float:
-    """Bytes per device of what the layer writes, as laid out."""
-    sizes = {name: int(size) for name, size in case.mesh.shape.items()}
-    where = case.sharding().writes
-    values = [case.graph.values[v] for v in case.layer.writes]
-    return float(sum(shard_bytes(v, s, sizes) for v, s in zip(values, where, strict=True)))
+def edge_bytes(case: Case) -> dict[str, float]:
+    """Bytes per device of what the layer reads and writes, as laid out."""
+    sizes, where = {name: int(size) for name, size in case.mesh.shape.items()}, case.sharding()
+
+    def total(values: Sequence[int], specs: Sequence[Any]) -> float:
+        return float(sum(shard_bytes(case.graph.values[v], s, sizes) for v, s in zip(values, specs, strict=True)))
+
+    return {"reads": total(case.layer.reads, where.reads), "writes": total(case.layer.writes, where.writes)}
 
 
 def memory_parts(numbers: dict[str, Any], told: LayerCost, fused: bool) -> tuple[float, float]:
@@ -239,7 +241,7 @@ def memory_parts(numbers: dict[str, Any], told: LayerCost, fused: bool) -> tuple
         temporaries, (slope, rest) = memory[0]["temporaries"], numbers["window"]
         kept = min(told.kept_bytes, temporaries)
         return kept, float(rest) if slope else temporaries - kept
-    kept = max(0.0, memory[0]["outputs"] - numbers["writes"])
+    kept = max(0.0, memory[0]["outputs"] - numbers["writes"]) + numbers["reads"]  # the backward reads its inputs again
     return kept, max(m["temporaries"] for m in memory)
 
 

@@ -317,7 +317,10 @@ def _layer_pins(pairs: Sequence[tuple[str, str]]) -> dict[str, str]:
 
 
 def _plan(options: Namespace, graph: LayerGraph, cluster: Cluster, *, top_k: int = 1) -> Plan:
-    costs = uniap.estimate(graph, cluster, _profile(options, graph, cluster))
+    source = options.source or ("described" if options.topology else "measured")
+    # described numbers are made as the search asks for them
+    found = None if source == "described" else _profile(options, graph, cluster)
+    costs = uniap.estimate(graph, cluster, found)
     pins = {**_pins(options), "executor": possible_executor(options.executor, cluster)}
     with search_bar() as progress:
         return uniap.solve(costs, time_limit_s=options.time_limit, progress=progress, top_k=top_k, **pins)

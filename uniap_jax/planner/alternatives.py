@@ -54,7 +54,7 @@ def _other_candidates(
     best: Priced, tables_of: TablesOf, candidates: Sequence[Candidate], search: SearchOf, number: int
 ) -> Iterator[Other]:
     left = [c for c in candidates if c != best.candidate]
-    for _ in range(number):
+    for _ in range(min(number, len(left))):
         result = search(tables_of, left)
         if result.best is None:
             return

@@ -46,6 +46,7 @@ PLANS = (
     "1 1 fsdp=8,zero=2",
     "1 1 fsdp=8,zero=1",
     "1 1 data=4,tensor=2",
+    "1 1 data=4,tensor=2,sequence",
     "1 1 data=8,keep=inputs",
     "1 2 data=4,tensor=2",
     "2 1 data=4",
@@ -93,6 +94,7 @@ def cells(name: str, plans: Sequence[str], steps: int) -> Iterable[dict[str, Any
                 "loss": report.loss_rel_diff,
                 "grad": report.grad_rel_diff,
                 "leaf": report.grad_leaf,
+                "narrow": report.narrow_grad_rel_diff,
                 "tolerance": report.tolerance,
                 "strategies": sorted({str(c.strategy) for c in plan.layers}),
             }

@@ -53,7 +53,8 @@ def test_narrow_steps_have_their_own_tolerance() -> None:
 def test_rounding_alone_is_told_by_the_step_in_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room, "LOW_PRECISION", {"loss": 2e-2, "grad": 1e-4})  # so that this little rounding is too much
     graph = traced()
-    report = check_plan(graph, make_plan(graph, strategies="data=4,tensor=2"), (PARAMS, BATCH), steps=1)
+    plan = make_plan(graph, strategies="data=4", microbatches=2)  # each micro-batch's gradient is rounded
+    report = check_plan(graph, plan, (PARAMS, BATCH), steps=1)
     assert report.narrow_grad_rel_diff is not None
     assert report.narrow_grad_rel_diff > 1e-4
     assert report.grad_rel_diff <= TOLERANCE["grad"]

@@ -36,7 +36,7 @@ MEETING = ("two_towers", "experts", "batch_stats")
 """Examples meet in the loss: micro-batches would compute something else, and are refused."""
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=16)
 def traced(name: str) -> tuple[LayerGraph, Any, Any, OneDevice]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -117,9 +117,10 @@ def expert_split(layer: Layer, degree: int) -> ExpertSplit:
         return ExpertSplit(params=tuple(params))
     stacked = [c for c in layer_classes(layer).classes if c.stacked and c.params]
     chosen = heaviest([c for c in stacked if c.size % degree == 0], layer)
+    ranks = [len(a.shape) for a in layer.jaxpr.in_avals[: len(layer.params)]]
     for c in chosen:
         for p, d in c.params:
-            params[p] = d
+            params[p] = d if d < ranks[p] - 1 else None  # a router ends in its experts, it is not one of them
     reason = ""
     if not stacked:
         reason = "it has no experts stacked in one weight; tensor splits the width of each expert instead"

@@ -56,7 +56,7 @@ def walk(jaxpr: ClosedJaxpr, num_params: int, num_operands: int) -> Walked:
     for out in outs:
         if out.dims is not None and len(out.dims) > 1:
             builder.boundary(out.dims)
-    live = dict.fromkeys(h.dims for found in walker.seen.values() for h in found if h.kind == LIVE and h.dims)
+    live = dict.fromkeys(h.dims for _, found in walker.seen.values() for h in found if h.kind == LIVE and h.dims)
     classes = builder.classes()
     return Walked(
         classes=classes,
@@ -98,14 +98,15 @@ class Walker:
         builder: collects what is found.
 
     Attributes:
-        seen: results of every equation, by the positions of the equations that lead to it from the outermost body.
+        seen: (inputs, results) of every equation, by the positions of the equations that lead to it from the
+            outermost body.
     """
 
     def __init__(self, builder: ClassBuilder) -> None:
         self._b = builder
         self._source = ""
         self._path: tuple[int, ...] = ()
-        self.seen: dict[tuple[int, ...], list[Held]] = {}
+        self.seen: dict[tuple[int, ...], tuple[list[Held], list[Held]]] = {}
 
     def body(self, jaxpr: Jaxpr | ClosedJaxpr, inputs: list[Held]) -> list[Held]:
         """Outputs of a jaxpr on these inputs."""
@@ -119,8 +120,9 @@ class Walker:
         caller, path = self._source, self._path
         for i, eqn in enumerate(opened.eqns):
             self._source, self._path = source_line(eqn) or caller, (*path, i)
-            outs = self.seen[self._path] = self._equation(eqn, [read(v) for v in eqn.invars])
-            env.update(zip(eqn.outvars, outs, strict=True))
+            ins = [read(v) for v in eqn.invars]
+            self.seen[self._path] = ins, self._equation(eqn, ins)
+            env.update(zip(eqn.outvars, self.seen[self._path][1], strict=True))
         self._source, self._path = caller, path
         return [read(v) for v in opened.outvars]
 

@@ -19,7 +19,8 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from uniap_jax.core.dim_classes import ClassBuilder, Dims
-from uniap_jax.core.dim_shape_rules import LIVE
+from uniap_jax.core.dim_rules import ELEMENTWISE
+from uniap_jax.core.dim_shape_rules import LIVE, PARAM, shape_of
 from uniap_jax.core.dim_walk import Held, Walker, enter
 from uniap_jax.core.graph import Layer, LayerGraph
 from uniap_jax.core.jax_compat import ClosedJaxpr, JaxprEqn, Literal
@@ -29,6 +30,8 @@ from uniap_jax.core.sharding import assign_axes, layer_splits, sequence_axes
 from uniap_jax.core.strategy import Strategy
 
 _REMAT = ("checkpoint", "remat2", "remat")
+_STAYS = ELEMENTWISE | {"transpose", "reshape", "broadcast_in_dim", "squeeze", "slice", "split", "concatenate"}
+"""What is done to an expert's results on the device of the expert."""
 Axes = tuple[str, ...]
 
 
@@ -120,6 +123,7 @@ class _Layout:
         self._sequence = self._roots(ends, edges.sequence) - self._batch
         self._tensor = self._roots(ends[: edges.num_params], edges.tensor) | self._laid(jaxpr, ())
         self._expert = self._roots(ends[: edges.num_params], edges.expert)
+        self.expert_ways = math.prod(sizes[a] for a in edges.expert_axes)
 
     def _roots(self, ends: Sequence[Dims | None], dims: Sequence[int | None]) -> set[int]:
         nodes = [e[d] for e, d in zip(ends, dims, strict=True) if e is not None and d is not None and d < len(e)]
@@ -132,15 +136,15 @@ class _Layout:
             for body in inner_jaxprs(eqn) if _enters(eqn) else ():
                 found |= self._laid(body, (*path, i))
             if eqn.primitive.name == "sharding_constraint" and (*path, i) in self._walker.seen:
-                dims, spec = self._walker.seen[(*path, i)][0].dims, eqn.params["sharding"].spec
+                dims, spec = self._walker.seen[(*path, i)][1][0].dims, eqn.params["sharding"].spec
                 for node, names in zip(dims or (), spec, strict=False):
                     if node is not None and names in (self._edges.tensor_axes, *self._edges.tensor_axes):
                         found.add(self._b.root(node))
         return found
 
-    def held(self, path: tuple[int, ...]) -> list[Held]:
-        """Results of an equation; none where it was not walked."""
-        return self._walker.seen.get(path, [])
+    def held(self, path: tuple[int, ...]) -> tuple[list[Held], list[Held]]:
+        """Inputs and results of an equation; none where it was not walked."""
+        return self._walker.seen.get(path, ([], []))
 
     def spec(self, dims: Dims, shape: tuple[int, ...], *, inside: bool) -> PartitionSpec | None:
         """The layout of a value, or None where nothing is known of it.
@@ -162,9 +166,9 @@ class _Layout:
             return None
         return PartitionSpec(*[placed.get(d, PartitionSpec.UNCONSTRAINED) for d in range(len(dims))])
 
-    def stacked(self, held: Held) -> bool:
-        """Whether a value has experts along one of its dimensions."""
-        return any(n is not None and self._b.root(n) in self._expert for n in held.dims or ())
+    def stacked(self, held: Held, kind: int) -> bool:
+        """Whether a value of a kind has experts along one of its dimensions."""
+        return held.kind == kind and any(n is not None and self._b.root(n) in self._expert for n in held.dims or ())
 
 
 def _enters(eqn: JaxprEqn) -> bool:
@@ -186,19 +190,49 @@ class _Pinned:
         def read(atom: Any) -> Any:
             return atom.val if isinstance(atom, Literal) else env[atom]
 
+        inside: set[Any] = set()
         for i, eqn in enumerate(opened.eqns):
-            here = (*path, i)
-            outs = self._equation(eqn, [read(v) for v in eqn.invars], here)
-            held = self._layout.held(here)
+            here, args = (*path, i), [read(v) for v in eqn.invars]
+            ins, held = self._layout.held(here)
+            at_experts = self._at_experts(eqn, ins, held, inside)
+            if len(ins) == len(args):
+                args = self._moved(eqn, args, ins, inside, at_experts)
+            outs = self._equation(eqn, args, here)
             if not _enters(eqn) and len(held) == len(outs):
-                outs = [self._pin(x, h, eqn) for x, h in zip(outs, held, strict=True)]
+                outs = [self._pin(x, h, at_experts) for x, h in zip(outs, held, strict=True)]
+            inside.update(eqn.outvars if at_experts else ())
             env.update(zip(eqn.outvars, outs, strict=True))
         return [read(v) for v in opened.outvars]
 
-    def _pin(self, x: Any, held: Held, eqn: JaxprEqn) -> Any:
+    def _at_experts(self, eqn: JaxprEqn, ins: list[Held], outs: list[Held], inside: set[Any]) -> bool:
+        """Whether an equation is done where the experts are: products with them, and what happens to their results."""
+        if not any(self._layout.stacked(h, LIVE) for h in outs):
+            return False
+        if eqn.primitive.name == "dot_general":
+            return any(self._layout.stacked(h, PARAM) for h in ins)
+        return eqn.primitive.name in _STAYS and any(not isinstance(v, Literal) and v in inside for v in eqn.invars)
+
+    def _moved(self, eqn: JaxprEqn, args: list[Any], ins: list[Held], inside: set[Any], at_experts: bool) -> list[Any]:
+        """Activations sent to the experts, or from them back to the devices of their examples.
+
+        Results that what follows only sums over the experts stay where they are if the sum is smaller to send.
+        """
+        sizes = [math.prod(shape_of(v)) for v in eqn.outvars]
+        moved = []
+        for x, h, v in zip(args, ins, eqn.invars, strict=True):
+            leaves = not isinstance(v, Literal) and v in inside and not at_experts
+            if at_experts and self._layout.stacked(h, LIVE):
+                moved.append(self._pin(x, h, True))
+            elif leaves and math.prod(shape_of(v)) <= self._layout.expert_ways * max(sizes):
+                moved.append(self._pin(x, h, False))
+            else:
+                moved.append(x)
+        return moved
+
+    def _pin(self, x: Any, held: Held, inside: bool) -> Any:
         if held.kind != LIVE or held.dims is None or not jnp.issubdtype(x.dtype, np.generic):
             return x
-        spec = self._layout.spec(held.dims, x.shape, inside=False)
+        spec = self._layout.spec(held.dims, x.shape, inside=inside)
         return x if spec is None else lax.with_sharding_constraint(x, NamedSharding(self._mesh, spec))
 
     def _equation(self, eqn: JaxprEqn, args: list[Any], path: tuple[int, ...]) -> list[Any]:

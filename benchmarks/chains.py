@@ -142,7 +142,7 @@ class LlamaChain:
     def tables(self, candidate: Candidate) -> CostTables:
         """Analytic tables; the last few are kept."""
         if candidate not in self._cache:
-            if len(self._cache) >= 4:
+            if len(self._cache) >= 2:
                 self._cache.pop(next(iter(self._cache)))
             self._cache[candidate] = self._build(candidate)
         return self._cache[candidate]
@@ -158,7 +158,7 @@ class LlamaChain:
         spread = np.ones(self.num_layers)
         if self.noise:
             spread = 1 + self.noise * np.random.default_rng(self.seed).standard_normal(self.num_layers)
-        memory = fixed[kind][:, None, :] + kept[kind][:, None, :] * in_flight[None, :, None]
+        memory = (fixed[:, None, :] + kept[:, None, :] * in_flight[None, :, None])[kind]
         shape = memory.shape
         legal = np.array([samples % s.batch_ways == 0 and samples >= s.batch_ways for s in strategies])
         edges = tuple((u, u + 1) for u in range(self.num_layers - 1)) + self.skips
@@ -171,7 +171,7 @@ class LlamaChain:
             candidate=candidate,
             time_s=np.broadcast_to((time[kind] * spread[:, None])[:, None, :], shape),
             iteration_time_s=np.broadcast_to((once[kind] * spread[:, None])[:, None, :], shape),
-            memory_bytes=memory * (spread[:, None, None] if self.noise else 1.0),
+            memory_bytes=memory * spread[:, None, None] if self.noise else memory,
             capacity_bytes=np.full(stages, self.memory_gib * 1024.0**3),
             allowed=np.broadcast_to(legal, (self.num_layers, k)),
             edges=edges,

@@ -11,14 +11,12 @@ measured here is the search, not any device.
 from __future__ import annotations
 
 import argparse
-import resource
-import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeVar
 
 from benchmarks.chains import LlamaChain, t5, u_net
+from benchmarks.markdown import cpu_seconds, head, made_on, peak_mib, row, say
 from uniap_jax.core.costs import Candidate
 from uniap_jax.core.errors import NoPlanInTimeError
 from uniap_jax.planner import solve, solve_tables
@@ -28,30 +26,11 @@ LLAMA = LlamaChain(num_blocks=32, num_devices=8, batch_size=64, memory_gib=24.0)
 ENGINES = ("interval", "miqp", "literal", "layerwise_dp", "inter_then_intra", "mcmc")
 
 
-def cpu_seconds() -> float:
-    """CPU time of this process and of children that have ended."""
-    child = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return time.process_time() + child.ru_utime + child.ru_stime
-
-
 def timed(call: Callable[[], T]) -> tuple[T, float]:
     """A call's answer and its CPU seconds."""
     before = cpu_seconds()
     answer = call()
     return answer, cpu_seconds() - before
-
-
-def row(*cells: object) -> None:
-    """One line of a Markdown table."""
-    sys.stdout.write("| " + " | ".join(str(c) for c in cells) + " |\n")
-    sys.stdout.flush()
-
-
-def head(*names: str) -> None:
-    """The first two lines of a Markdown table."""
-    sys.stdout.write("\n")
-    row(*names)
-    row(*("---" for _ in names))
 
 
 def searches(limit: float) -> None:
@@ -73,12 +52,11 @@ def searches(limit: float) -> None:
                 costs.num_layers, costs.num_devices, costs.batch_size, blocks, "", "", "", "no plan in time", "", "", ""
             )
             continue
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
         proof = plan.certificate
         where = f"{plan.num_stages}, {plan.num_microbatches}"
         row(
             costs.num_layers, costs.num_devices, costs.batch_size, blocks, proof.candidates, where,
-            f"{plan.prediction.step_time_s:.4f}", proof.status, f"{proof.gap:.1e}", f"{cpu:.2f}", peak,
+            f"{plan.prediction.step_time_s:.4f}", proof.status, f"{proof.gap:.1e}", f"{cpu:.2f}", peak_mib(),
         )  # fmt: skip
 
 
@@ -113,6 +91,7 @@ def main() -> None:
     parser.add_argument("--only", choices=("search", "engines", "graphs"))
     parser.add_argument("--limit", type=float, default=60.0)
     options = parser.parse_args()
+    say(made_on())
     parts = {"search": searches, "engines": engines, "graphs": graphs}
     for name, part in parts.items():
         if options.only in (None, name):

@@ -65,7 +65,11 @@ def quick_bound(tables: CostTables) -> float:
     if num_layers < num_stages:
         return np.inf
     capacity = tables.capacity_bytes.max() * (1 + MEMORY_TOLERANCE)
-    legal = _narrow(tables.allowed)[:, None, :] & (_narrow(tables.memory_bytes) <= capacity)
+    if tables.time_s.strides[1] == tables.iteration_time_s.strides[1] == 0:
+        # equal on all stages, as most tables are: the leanest stage says whether a strategy fits at all
+        legal = (_narrow(tables.allowed) & (_narrow(tables.memory_bytes).min(axis=1) <= capacity))[:, None, :]
+    else:
+        legal = _narrow(tables.allowed)[:, None, :] & (_narrow(tables.memory_bytes) <= capacity)
     time, iteration = (
         np.where(legal, _narrow(table), np.inf).min(axis=(1, 2)) for table in (tables.time_s, tables.iteration_time_s)
     )

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from uniap_jax.core.costs import BoolArray, FloatArray
 from uniap_jax.planner.chain import Chain, IntArray
-from uniap_jax.planner.intervals import Guide, Test
+from uniap_jax.planner.guide import Guide, Test
 
 LOOK_BACK = 48
 """Labels of the same group that each label is compared with when there are three sums."""

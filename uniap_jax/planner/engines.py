@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from uniap_jax.core.costs import Assignment, CostTables
 from uniap_jax.core.errors import OptionError
 from uniap_jax.planner import baselines as base
 from uniap_jax.planner.brute import brute_force
+from uniap_jax.planner.chain_mip import ChainThenMip
 from uniap_jax.planner.clock import Clock
-from uniap_jax.planner.interval import ChainRefinement
 from uniap_jax.planner.joint import HybridRefinement, literal, miqp
 from uniap_jax.planner.mcmc import mcmc
 from uniap_jax.planner.mip_model import SOLVERS
@@ -30,6 +30,7 @@ class OneShot:
         plan: what it chose, or None.
         done: it has answered.
         stuck: it has answered without proof.
+        notes: none.
     """
 
     tables: CostTables
@@ -39,6 +40,7 @@ class OneShot:
     plan: Assignment | None = None
     done: bool = False
     stuck: bool = False
+    notes: list[str] = field(default_factory=list)
 
     def step(self, *, upper: float, clock: Clock) -> None:
         """Asks the engine."""
@@ -54,7 +56,7 @@ class OneShot:
 
 def interval(tables: CostTables, solver: str = "cbc") -> Refinement:
     """Exact columns on a chain; the hybrid where edges skip layers."""
-    return ChainRefinement(tables) if tables.is_chain else HybridRefinement(tables, solver)
+    return ChainThenMip(tables) if tables.is_chain else HybridRefinement(tables, solver)
 
 
 def _brute_force(tables: CostTables, solver: str = "cbc") -> Refinement:

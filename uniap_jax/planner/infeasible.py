@@ -53,6 +53,25 @@ class LeastMemory:
         return self.ratio <= 1 + MEMORY_TOLERANCE
 
 
+def fits(tables: CostTables) -> bool:
+    """Whether some cuts fit with every layer at its leanest: `least_memory(tables).fits` in one pass over the stages.
+
+    A stage that ends at a layer is leanest when it starts as late as it may.
+    """
+    least = leanest(tables)
+    num_layers, num_stages = least.shape
+    sums = np.concatenate([np.zeros((1, num_stages)), np.cumsum(least, axis=0)])
+    place = np.arange(num_layers + 1)
+    reached = place == 0
+    for i in range(num_stages):
+        last = np.maximum.accumulate(np.where(reached, place, -1))
+        start = np.concatenate([[-1], last[:-1]])
+        with np.errstate(invalid="ignore"):
+            held = sums[:, i] - sums[np.maximum(start, 0), i]
+        reached = (start >= 0) & (held <= tables.capacity_bytes[i] * (1 + MEMORY_TOLERANCE))
+    return bool(reached[-1])
+
+
 def least_memory(tables: CostTables) -> LeastMemory:
     """Bottleneck dynamic program over cuts, [layers²] per stage."""
     least = leanest(tables)

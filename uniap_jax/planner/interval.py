@@ -8,7 +8,7 @@ with a plan proves the candidate's optimum.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -18,8 +18,9 @@ from uniap_jax.planner.bounds import lagrangian_bound, path_value, separable_bou
 from uniap_jax.planner.chain import Chain, chain_of
 from uniap_jax.planner.clock import Clock
 from uniap_jax.planner.columns import MAX_LABELS, grow_columns
-from uniap_jax.planner.infeasible import least_memory
-from uniap_jax.planner.intervals import MANY, Intervals, build_intervals, guide, widest
+from uniap_jax.planner.guide import guide
+from uniap_jax.planner.infeasible import fits
+from uniap_jax.planner.intervals import MANY, Intervals, build_intervals, widest
 from uniap_jax.planner.master import Network, Path, master_mip, network_of, path_of, search_paths, without_hopeless
 from uniap_jax.planner.mip_model import SOLVERS, solve_mip
 from uniap_jax.planner.multipliers import Multipliers
@@ -35,6 +36,9 @@ NEARER = 2.0
 NEAREST = 1e-5
 NEAR = 1.1
 """Plans within this factor of the bound are good enough to aim by; no other one is looked for first."""
+
+FAR = 1.02
+"""Plans further than this factor from the bound are not good enough: the cuts of the bound are filled, too."""
 
 ASCENT_STEPS = 10
 HINTED_STEPS = 3
@@ -72,6 +76,7 @@ class ChainRefinement:
         done: no plan below the last `upper` is left to be found.
         stuck: the labels outgrew their room; `lower` stays where it is.
         hint: prices that were good for a candidate much like this one.
+        notes: none; no solver takes part.
     """
 
     tables: CostTables
@@ -80,6 +85,7 @@ class ChainRefinement:
     done: bool = False
     stuck: bool = False
     hint: Multipliers | None = None
+    notes: list[str] = field(default_factory=list)
     _chain: Chain | None = None
     _prices: Multipliers | None = None
     _intervals: Intervals | None = None
@@ -121,7 +127,7 @@ class ChainRefinement:
         lower, prices = separable_bound(chain, upper=upper)
         self._chain, self._prices, self.lower = chain, prices, max(self.lower, lower)
         if self.lower >= upper or chain.time.size * chain.shape[2] > TOO_MANY:
-            if not least_memory(self.tables).fits:
+            if not fits(self.tables):
                 self.lower = np.inf
             self.done = not np.isfinite(self.lower)
             return
@@ -129,7 +135,7 @@ class ChainRefinement:
         bound = lagrangian_bound(chain, upper=upper, iterations=steps, expired=expired, start=self.hint)
         self._chain, self._prices = chain, bound.prices
         self.lower = max(self.lower, bound.lower)
-        if bound.plan is None and not least_memory(self.tables).fits:
+        if bound.plan is None and not fits(self.tables):
             self.lower = np.inf
         self.done = not np.isfinite(self.lower)
         if bound.plan is not None:
@@ -148,6 +154,11 @@ class ChainRefinement:
         self._intervals = build_intervals(chain, self.prices, width=widest(chain, limit))
         self._base = self._intervals.bound(ceiling)[0]
         self.lower = self._base = max(self.lower, self._base)
+        if self.lower * FAR < ceiling < np.inf:
+            cuts = self._intervals.cuts(ceiling)
+            plan = fill_stages(chain, cuts, steps=COARSE_STEPS) if cuts else None
+            if plan is not None:
+                self._offer(plan, path_value(chain, list(plan.stage), list(plan.strategy)))
 
     def _first_plan(self, chain: Chain) -> Assignment | None:
         """A plan to aim by: the cuts of an interval bound over stages of about equal size, filled layer by layer."""

@@ -1,4 +1,4 @@
-"""Bounds that know stages are whole intervals, and the guide they give to the exact search.
+"""Bounds that know stages are whole intervals.
 
 For stage i and layers [a, b), at memory prices m >= 0, a shortest path over strategies bounds from below
 
@@ -10,6 +10,7 @@ at once it sees that 98 layers on 8 stages put 13 on one of them.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,6 +24,9 @@ CHUNK = 4_000_000
 
 MANY = 2_000_000
 """Places of a candidate (layers × stages × strategies) beyond which fewer prices are tried."""
+
+FEW_KINDS = 8
+"""Kinds of layers up to which the prices of the commonest one are worth trying."""
 
 PRICES = (1.0, 0.0, 0.7, 1.4, 0.4, 2.2)
 """Shares of the Lagrangian memory price that are tried for every interval."""
@@ -132,37 +136,74 @@ class Intervals:
         return slowest, cuts[::-1]
 
 
-def _paths(groups: _Groups, node: FloatArray, kinds: IntArray, width: int) -> FloatArray:
-    """[stages, layers, widths] least sum of node and resharding costs over the strategies of every interval.
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Contents:
+    """Intervals of one length gathered by what they hold: the same kinds of layers in the same order.
 
-    Intervals with the same kinds of layers are computed once.
+    Attributes:
+        first: [contents] a start of each.
+        same: [starts] content of the interval that begins at each layer.
+        shorter: [contents] the content one layer shorter.
+    """
+
+    first: IntArray
+    same: IntArray
+    shorter: IntArray
+
+
+def _contents(kinds: IntArray, width: int) -> list[_Contents]:
+    """By length less one, up to `width`."""
+    num_layers, found = len(kinds), []
+    key, shorter = kinds, kinds
+    for d in range(width):
+        if d:
+            shorter = found[-1].same
+            key = shorter[: num_layers - d] * (num_layers + 1) + kinds[d:]
+        _, first, same = np.unique(key, return_index=True, return_inverse=True)
+        found.append(_Contents(first=first, same=same, shorter=shorter[first]))
+    return found
+
+
+def _paths(
+    chain: Chain, groups: Groups, contents: list[_Contents], prices: FloatArray, iteration: FloatArray
+) -> FloatArray:
+    """[stages, layers, widths] least time + d g + m (memory - capacity) of every interval, the best of several prices.
 
     Args:
+        chain: candidate.
         groups: of the chain.
-        node: [stages, layers, strategies].
-        kinds: [layers] of the chain.
-        width: most layers of an interval.
+        contents: of its intervals; each is computed once.
+        prices: [prices, stages] m, seconds per byte.
+        iteration: [stages] d.
     """
-    num_stages, num_layers, num_strategies = node.shape
-    least = np.full((num_stages, num_layers, width), np.inf)
-    some = max(1, CHUNK // (num_layers * num_strategies * groups.members.shape[1] + 1))
+    num_layers, num_stages, num_strategies = chain.shape
+    least = np.full((num_stages, num_layers, len(contents)), -np.inf)
+    most = max(len(c.first) for c in contents)
+    some = max(1, CHUNK // (most * num_strategies * groups.members.shape[1] * len(prices) + 1))
     for i in range(0, num_stages, some):
-        part = slice(i, i + some)
-        _, first, same = np.unique(kinds, return_index=True, return_inverse=True)
-        cost = node[part][:, first]
-        least[part, :, 0] = cost.min(axis=2)[:, same]
-        for d in range(1, width):
-            # cost[i, n] belongs to an interval of d layers; one more layer makes it end at its start + d
-            key = same[: num_layers - d] * (len(kinds) + 1) + kinds[d:]
-            shorter = same
-            _, first, same = np.unique(key, return_index=True, return_inverse=True)
-            cost = groups.moved(cost[:, shorter[first]], first + d - 1) + node[part][:, first + d]
-            least[part, : num_layers - d, d] = cost.min(axis=2)[:, same]
+        part = slice(i, min(i + some, num_stages))
+        price, size = prices[:, part], part.stop - i
+        spent = price * chain.capacity[part]
+
+        def node(layers: IntArray, part: slice = part, price: FloatArray = price) -> FloatArray:
+            """[prices × stages, contents, strategies] cost of one layer of each."""
+            time, memory = (table[layers, part].transpose(1, 0, 2) for table in (chain.time, chain.memory))
+            if iteration.any():
+                time = time + chain.iteration[layers, part].transpose(1, 0, 2) * iteration[part, None, None]
+            cost: FloatArray = time[None] + price[:, :, None, None] * memory[None]
+            return cost.reshape(-1, len(layers), num_strategies)
+
+        cost = np.zeros(0)
+        for d, content in enumerate(contents):
+            before = groups.moved(cost[:, content.shorter], content.first + d - 1) if d else 0.0
+            cost = before + node(content.first + d)
+            value = cost.min(axis=2).reshape(len(prices), size, -1) - spent[:, :, None]
+            least[part, : num_layers - d, d] = value.max(axis=0)[:, content.same]
     return least
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Groups:
+class Groups:
     """Resharding between layers with strategies gathered into classes of equal rows.
 
     Attributes:
@@ -174,7 +215,8 @@ class _Groups:
     rows: FloatArray
 
     @staticmethod
-    def of(chain: Chain) -> _Groups:
+    def of(chain: Chain) -> Groups:
+        """The classes of a chain's strategies as seen from the next layer."""
         num_layers, _, k = chain.shape
         classes = [np.unique(chain.out_class[u]) for u in range(num_layers - 1)]
         most = max((len(c) for c in classes), default=1)
@@ -183,7 +225,7 @@ class _Groups:
         for u, found in enumerate(classes):
             members[u, : len(found)] = np.where(chain.out_class[u][None, :] == found[:, None], 0.0, np.inf)
             rows[u, : len(found)] = chain.reshard[u][found]
-        return _Groups(members=members, rows=rows)
+        return Groups(members=members, rows=rows)
 
     def moved(self, cost: FloatArray, layers: IntArray) -> FloatArray:
         """Least cost [stages, intervals, strategies] of having moved on from the last layer of every interval."""
@@ -203,11 +245,51 @@ def widest(chain: Chain, limit: float) -> int:
     return int(np.clip((ends - np.arange(num_layers)).max(), 1, most))
 
 
-def _shares(chain: Chain, prices: Multipliers) -> tuple[float, ...]:
-    """Memory prices to try; fewer where every one of them takes long."""
+def shares(chain: Chain, prices: Multipliers) -> tuple[float, ...]:
+    """Shares of the memory price to try; fewer where every one of them takes long."""
     if not prices.memory.any():
         return (0.0,)
     return PRICES if chain.time.size <= MANY else PRICES[:2]
+
+
+def _memory_prices(chain: Chain, prices: Multipliers) -> FloatArray:
+    """[prices, stages] memory prices to try, seconds per byte.
+
+    Also those at which the commonest kind of layer (the median, where kinds are many) moves from one strategy to a
+    leaner one: for equal layers the best price of every interval is among them.
+    """
+    common = np.array(shares(chain, prices))[:, None] * prices.memory[None, :]
+    kinds, first, number = np.unique(chain.kinds, return_index=True, return_counts=True)
+    if len(kinds) <= FEW_KINDS:
+        layer = int(first[number.argmax()])
+        time, memory = chain.time[layer], chain.memory[layer]
+    elif chain.time.size <= MANY:
+        time, memory = np.median(chain.time, axis=0), np.median(chain.memory, axis=0)
+    else:
+        return common
+    slopes = [_slopes(time[i], memory[i]) for i in range(chain.shape[1])]
+    steps = np.zeros((max(map(len, slopes)), chain.shape[1]))
+    for i, found in enumerate(slopes):
+        steps[: len(found), i] = found
+    return np.concatenate([common, np.zeros((1, chain.shape[1])), steps])
+
+
+def _slopes(time: FloatArray, memory: FloatArray) -> list[float]:
+    """Prices at which the least of time + price × memory changes hands: slopes of the lower convex hull."""
+    hull: list[tuple[float, float]] = []
+    for k in np.lexsort((time, memory)):
+        point = (float(memory[k]), float(time[k]))
+        if not np.isfinite(point[1]) or (hull and point[1] >= hull[-1][1]):
+            continue
+        while len(hull) > 1 and _above(hull[-2], hull[-1], point):
+            hull.pop()
+        hull.append(point)
+    return [(t - u) / (n - m) for (m, t), (n, u) in itertools.pairwise(hull) if n > m]
+
+
+def _above(a: tuple[float, float], b: tuple[float, float], c: tuple[float, float]) -> bool:
+    """Whether b lies on or above the line from a to c."""
+    return (b[1] - a[1]) * (c[0] - a[0]) >= (c[1] - a[1]) * (b[0] - a[0])
 
 
 def _overfull(chain: Chain, width: int) -> BoolArray:
@@ -232,167 +314,21 @@ def build_intervals(chain: Chain, prices: Multipliers, *, width: int) -> Interva
         width: most layers of a stage.
     """
     num_layers, num_stages, _ = chain.shape
-    groups = _Groups.of(chain)
-    node = np.ascontiguousarray(chain.time.transpose(1, 0, 2))
-    memory = np.ascontiguousarray(chain.memory.transpose(1, 0, 2))
-    once = np.ascontiguousarray(chain.iteration.transpose(1, 0, 2)) * prices.iteration[:, None, None]
-    total = time = np.full((num_stages, num_layers, width), -np.inf)
-    for share in _shares(chain, prices):
-        price = (prices.memory * share)[:, None, None]
-        spent = price * chain.capacity[:, None, None]
-        paths = _paths(groups, node + price * memory, chain.kinds, width) - spent
-        time = np.maximum(time, paths)
-        if chain.has_iteration:
-            total = np.maximum(total, _paths(groups, node + price * memory + once, chain.kinds, width) - spent)
+    groups, contents = Groups.of(chain), _contents(chain.kinds, width)
+    memory, nothing = _memory_prices(chain, prices), np.zeros(num_stages)
+    time = _paths(chain, groups, contents, memory, nothing)
+    total = time
+    if chain.has_iteration:
+        total = _paths(chain, groups, contents, memory, prices.iteration)
     overfull = _overfull(chain, width)
-    time = np.where(overfull, np.inf, time)
-    total = np.where(overfull, np.inf, total)
+    both = (time,) if total is time else (time, total)
+    for bound in both:
+        bound[overfull] = np.inf
+        for d in range(1, width):
+            bound[:, num_layers - d :, d] = np.inf
     link = np.zeros(num_layers + 1)
     if num_layers > 1:
         link[1:-1] = chain.cross.min(axis=(1, 2))
     if num_stages == 1:
         link[:] = 0.0
-    return Intervals(total=total if chain.has_iteration else time, time=time, link=link, count=chain.num_microbatches)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Test:
-    """A bound that labels must pass: ahead + p + d_i g + m_i (memory - capacity_i) + after <= limit.
-
-    Attributes:
-        ahead: [stages, layers] by stage and first layer.
-        after: [layers, stages, strategies] by last layer so far.
-        iteration: [stages] d.
-        memory: [stages] m, seconds per byte.
-        spent: [stages] m · capacity.
-        limit: seconds.
-    """
-
-    ahead: FloatArray
-    after: FloatArray
-    iteration: FloatArray
-    memory: FloatArray
-    spent: FloatArray
-    limit: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Guide:
-    """What a plan at or below `upper` can still look like.
-
-    Attributes:
-        allowed: [stages, layers, widths] intervals.
-        slowest: no stage and no link takes longer, seconds.
-        tests: for labels; the first also ranks them.
-        live: [layers, stages, strategies] places.
-    """
-
-    allowed: BoolArray
-    slowest: float
-    tests: tuple[Test, ...]
-    live: BoolArray
-
-
-def guide(chain: Chain, intervals: Intervals, prices: Multipliers, *, upper: float) -> Guide | None:
-    """Prunes intervals, places and partial stages by what they can lead to; None where nothing is left."""
-    slowest = intervals.bottleneck()
-    weight = chain.num_microbatches - 1
-    reach, rest = intervals.ahead(np.inf), intervals.behind(np.inf)
-    if not np.isfinite(reach[-1, -1]):
-        return None
-    _, num_layers, width = intervals.total.shape
-    limit = (upper - reach[-1, -1]) / weight if weight else np.inf
-    limit = limit * (1 + 1e-9) if limit > 0 else limit
-    ends = np.minimum(np.arange(num_layers)[:, None] + np.arange(width)[None, :] + 1, num_layers)
-    after = (rest[1:] + intervals.link)[:, ends]
-    least = reach[:-1, :-1, None] + intervals.total + after
-    peak = np.maximum(intervals.time, slowest)
-    room = upper * (1 + 1e-12) - weight * np.where(np.isfinite(peak), peak, 0.0)
-    allowed = (least <= room) & (intervals.time <= limit) & np.isfinite(least)
-    if not allowed.any(axis=(1, 2)).all():
-        return None
-    tests, live = _tests(chain, intervals, prices, allowed, reach, rest, upper=upper, slowest=slowest, limit=limit)
-    return Guide(allowed=allowed, slowest=limit, tests=tests, live=live)
-
-
-def _tests(
-    chain: Chain,
-    intervals: Intervals,
-    prices: Multipliers,
-    allowed: BoolArray,
-    reach: FloatArray,
-    rest: FloatArray,
-    *,
-    upper: float,
-    slowest: float,
-    limit: float,
-) -> tuple[tuple[Test, ...], BoolArray]:
-    num_stages, num_layers, width = allowed.shape
-    groups = _Groups.of(chain)
-    ends = np.zeros((num_stages, num_layers + 1), dtype=np.bool_)
-    for d in range(width):
-        ends[:, d + 1 :] |= allowed[:, : num_layers - d, d]
-    inside = _covered(allowed)
-    close = np.where(ends, rest[1:] + intervals.link, np.inf)
-    total = upper * (1 + 1e-12) - (chain.num_microbatches - 1) * slowest
-    starts = np.where(allowed.any(axis=2), reach[:-1, :-1], np.inf)
-    found = []
-    for share in _shares(chain, prices):
-        price = prices.memory * share
-        sums = _to_the_end(chain, groups, price, prices.iteration, close, inside)
-        found.append(
-            Test(
-                ahead=starts,
-                after=sums,
-                iteration=prices.iteration,
-                memory=price,
-                spent=price * chain.capacity,
-                limit=total,
-            )
-        )
-        if np.isfinite(limit):
-            nothing = np.zeros_like(prices.iteration)
-            times = _to_the_end(chain, groups, price, nothing, np.where(ends, 0.0, np.inf), inside)
-            found.append(
-                Test(
-                    ahead=np.zeros_like(starts),
-                    after=times,
-                    iteration=nothing,
-                    memory=price,
-                    spent=price * chain.capacity,
-                    limit=limit,
-                )
-            )
-    live = np.isfinite(found[0].after) & np.isfinite(chain.time)
-    return tuple(found), live
-
-
-def _covered(allowed: BoolArray) -> BoolArray:
-    """[layers, stages] whether some allowed interval of the stage holds the layer."""
-    num_stages, num_layers, width = allowed.shape
-    steps = np.zeros((num_layers + 1, num_stages), dtype=np.int64)
-    for d in range(width):
-        steps[: num_layers - d] += allowed[:, : num_layers - d, d].T
-        steps[d + 1 :] -= allowed[:, : num_layers - d, d].T
-    covered: BoolArray = np.cumsum(steps, axis=0)[:-1] > 0
-    return covered
-
-
-def _to_the_end(
-    chain: Chain, groups: _Groups, price: FloatArray, iteration: FloatArray, close: FloatArray, inside: BoolArray
-) -> FloatArray:
-    """[layers, stages, strategies] least of time + d g + m memory from a place to an end of its stage, plus `close`."""
-    num_layers = chain.shape[0]
-    after = np.empty(chain.shape)
-    node = chain.time + price[None, :, None] * chain.memory
-    if chain.has_iteration and iteration.any():
-        node = node + iteration[None, :, None] * chain.iteration
-    for u in range(num_layers - 1, -1, -1):
-        after[u] = close[:, u + 1][:, None]
-        if u + 1 < num_layers:
-            further = node[u + 1] + after[u + 1]
-            by_class = (further[:, None, :] + groups.rows[u][None]).min(axis=2)
-            stay = (by_class[:, :, None] + groups.members[u][None]).min(axis=1)
-            np.minimum(after[u], stay, out=after[u])
-        after[u][~inside[u]] = np.inf
-    return after
+    return Intervals(total=total, time=time, link=link, count=chain.num_microbatches)

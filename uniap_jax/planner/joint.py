@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from uniap_jax.core.costs import Assignment, CostTables, evaluate
 from uniap_jax.planner.chain import chain_of, has_spine
 from uniap_jax.planner.clock import Clock
 from uniap_jax.planner.columns import grow_columns
-from uniap_jax.planner.infeasible import least_memory
+from uniap_jax.planner.guide import guide
+from uniap_jax.planner.infeasible import fits
 from uniap_jax.planner.interval import ChainRefinement
-from uniap_jax.planner.intervals import build_intervals, guide
+from uniap_jax.planner.intervals import build_intervals
 from uniap_jax.planner.literal import LiteralModel
 from uniap_jax.planner.mcmc import polish
 from uniap_jax.planner.mip_model import SOLVERS, MipAnswer, MipModel, other_solver, solve_mip
@@ -121,6 +122,7 @@ class Question:
         known: a plan at or below `upper` is known to exist.
         solver: the first to be asked.
         clock: of the whole search.
+        check: a proof has to survive the second solver.
     """
 
     tables: CostTables
@@ -129,6 +131,7 @@ class Question:
     known: bool
     solver: str
     clock: Clock
+    check: bool = True
 
     def answer(self) -> Judged:
         """The first solver's answer; where it proves something, the second one must not find a better plan."""
@@ -143,7 +146,7 @@ class Question:
             second = self._ask(other_solver(self.solver), model, read)
             note = f"{first.note}; {SOLVERS[other_solver(self.solver)]} was asked instead"
             return replace(second, note="; ".join(filter(None, (note, second.note))))
-        return self._checked(first, model, read) if first.proved else first
+        return self._checked(first, model, read) if first.proved and self.check else first
 
     def _ask(self, solver: str, model: MipModel, read: Reader) -> Judged:
         answer = solve_mip(model, time_limit_s=self.clock.left(), solver=solver)
@@ -192,7 +195,7 @@ class MipRefinement:
     def step(self, *, upper: float, clock: Clock) -> None:
         """Solves the MIP in the time left."""
         spine = has_spine(self.tables)
-        if spine and not least_memory(self.tables).fits:
+        if spine and not fits(self.tables):
             self.lower, self.done = math.inf, True
             return
         known = spine and math.isinf(upper)
@@ -301,9 +304,3 @@ class HybridRefinement:
             if columns.complete:
                 add_intervals(joint, tables, columns)
         return joint.model, joint.assignment
-
-
-def solver_notes(works: Iterable[object]) -> tuple[str, ...]:
-    """What solvers did wrong, each once."""
-    found = [note for work in works if isinstance(work, MipRefinement | HybridRefinement) for note in work.notes]
-    return tuple(dict.fromkeys(found))

@@ -13,7 +13,7 @@ from uniap_jax.core.costs import Candidate, CostTables
 from uniap_jax.core.errors import InfeasibleError, OptionError, StrategyError
 from uniap_jax.core.strategy import Strategy, parse_strategy
 from uniap_jax.planner.candidates import changed_degrees, filled
-from uniap_jax.planner.infeasible import least_memory
+from uniap_jax.planner.infeasible import fits
 
 Pinning = Mapping[str, str | int | Strategy]
 """Layer pattern → strategy, stage, or text: "tensor=2", "stage=0", "stage=0,tensor=2"."""
@@ -223,7 +223,7 @@ def explain_pins(pinned: PinnedLayers, candidates: Sequence[Candidate]) -> Infea
 
 def _fits_without(pinned: PinnedLayers, pin: Pin, candidates: Sequence[Candidate]) -> bool:
     rest = replace(pinned, pins=tuple(p for p in pinned.pins if p is not pin))
-    return any(least_memory(rest(candidate)).fits for candidate in candidates if _long_enough(rest, candidate))
+    return any(fits(rest(candidate)) for candidate in candidates if _long_enough(rest, candidate))
 
 
 def _long_enough(pinned: PinnedLayers, candidate: Candidate) -> bool:

@@ -63,6 +63,7 @@ class Refinement(Protocol):
     plan: Assignment | None
     done: bool
     stuck: bool
+    notes: list[str]
 
     def step(self, *, upper: float, clock: Clock) -> None:
         """Works a little; raises `lower`, may set `plan`, sets `done` when nothing below `upper` is left."""
@@ -149,7 +150,7 @@ class Search:
         clock: when to stop.
         incumbent: best plan so far; may hold one from elsewhere.
         bounds: per candidate, best bound so far; may hold some from elsewhere.
-        works: engines that were started.
+        notes: what solvers did wrong, each once.
         progress: called after every step.
     """
 
@@ -159,7 +160,7 @@ class Search:
     clock: Clock
     incumbent: Incumbent = field(default_factory=Incumbent)
     bounds: dict[Candidate, float] = field(default_factory=dict)
-    works: list[Refinement] = field(default_factory=list)
+    notes: dict[str, None] = field(default_factory=dict)
     progress: Callable[[Progress], None] | None = None
 
     def run(self, candidates: Sequence[Candidate]) -> SearchResult:
@@ -174,7 +175,7 @@ class Search:
                     heapq.heappush(heap, (lower, candidate, _Open(candidate, lower)))
             while (heap or self._widened(heap, stuck)) and not self.clock.expired():
                 lower, candidate, entry = heapq.heappop(heap)
-                limit = self.incumbent.limit(candidate)
+                limit, value = self.incumbent.limit(candidate), self.incumbent.value
                 if lower >= limit:
                     continue
                 try:
@@ -186,6 +187,10 @@ class Search:
                     stuck.append(entry)
                 elif entry.work is not None and not entry.work.done:
                     heapq.heappush(heap, (entry.lower, candidate, entry))
+                if self.incumbent.value < value:
+                    # what the new plan rules out is let go at once: its tables take room
+                    heap = [h for h in heap if h[0] < self.incumbent.limit(h[1])]
+                    heapq.heapify(heap)
                 self._report(min([math.inf, *(e.lower for e in stuck), *(h[0] for h in heap[:1])]), len(heap))
         except KeyboardInterrupt:
             if self.incumbent.best is None:
@@ -221,9 +226,9 @@ class Search:
     def _work(self, entry: _Open, limit: float) -> None:
         if entry.work is None:
             entry.work = self.refine(self.tables(entry.candidate))
-            self.works.append(entry.work)
         before = entry.work.plan
         entry.work.step(upper=limit, clock=self.clock)
+        self.notes |= dict.fromkeys(entry.work.notes)
         entry.lower = self.bounds[entry.candidate] = max(entry.lower, entry.work.lower)
         if entry.work.plan is not None and entry.work.plan is not before:
             self.incumbent.offer(self.tables(entry.candidate), entry.work.plan, self.engine)

@@ -16,7 +16,6 @@ from uniap_jax.planner.clock import Clock
 from uniap_jax.planner.engines import BASELINES, EXACT, engine_named
 from uniap_jax.planner.infeasible import explain
 from uniap_jax.planner.interval import confirm_by_master
-from uniap_jax.planner.joint import solver_notes
 from uniap_jax.planner.pins import PinnedLayers, Pinning, explain_pins
 from uniap_jax.planner.problem import Problem, TablesOf, fixed_notes, problem_of
 from uniap_jax.planner.search import PROOF_GAP, Incumbent, Priced, Progress, Search, SearchResult
@@ -80,7 +79,7 @@ class Run:
             progress=self.progress,
         )
         result = search.run(candidates)
-        self.notes += solver_notes(search.works)
+        self.notes += search.notes
         if result.interrupted:
             self.notes.append("interrupted; the best plan so far is returned")
         return result

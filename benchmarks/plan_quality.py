@@ -1,0 +1,247 @@
+"""The joint plan against every baseline over the same described tables: the UniAP paper's models on seven clusters.
+
+    python -m benchmarks.plan_quality                                  every cluster, every model
+    python -m benchmarks.plan_quality --clusters v5e:4x4 --models BERT-Huge
+
+Nothing runs on a device: models are traced from shapes, layers are priced from published rates and links, and every
+engine chooses from these tables. A number is a step time relative to the joint plan's, 1 being as good; "-" where the
+baseline has no plan that fits. `inter` (one device per stage) and `intra` (one stage) are the paper's ablation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import numpy as np
+
+import uniap_jax as uniap
+from benchmarks.markdown import head, made_on, row, say
+from benchmarks.paper_models import MODELS
+from uniap_jax.core.costs import Candidate, CostModel, CostTables
+from uniap_jax.core.errors import InfeasibleError, NoPlanInTimeError, OptionError
+from uniap_jax.core.graph import LayerGraph
+from uniap_jax.core.plan import Plan
+from uniap_jax.core.strategy import Strategy
+from uniap_jax.core.topology import load_cluster
+from uniap_jax.planner import solve, solve_tables
+
+CLUSTERS = {
+    "v100-sxm2-32g:1x8": 64,
+    "titan-xp:2x4": 32,
+    "a100-80g:1x8": 64,
+    "h100:8x8": 512,
+    "v5e:4x4": 128,
+    "v5p:4x4x4": 512,
+    "a100-80g:1x8 + v100-sxm2-32g:1x8": 128,
+}
+"""Clusters with the global batch planned for; the last one has two generations of devices."""
+
+BASELINES = ("data_parallel", "fsdp", "tensor", "pipeline_only", "intra_only", "inter_then_intra", "layerwise_dp")
+COLUMNS = ("data", "fsdp", "tensor", "inter", "intra", "inter then intra", "layer-wise DP", "mcmc")
+
+
+@dataclass(frozen=True)
+class TwoGenerations:
+    """Half of the devices of one kind, half of another, the first stages on the first kind.
+
+    One stage over all devices waits for the slower kind and has the smaller memory; the link between the halves is the
+    slower one of the two.
+
+    Attributes:
+        first: the model over as many devices as there are in all, all of the first kind.
+        second: same, of the second kind.
+    """
+
+    first: CostModel
+    second: CostModel
+
+    @property
+    def num_devices(self) -> int:
+        """Of both kinds."""
+        return self.first.num_devices
+
+    @property
+    def batch_size(self) -> int:
+        """Global batch."""
+        return self.first.batch_size
+
+    @property
+    def layer_names(self) -> tuple[str, ...]:
+        """In trace order."""
+        return self.first.layer_names
+
+    @property
+    def graph_fingerprint(self) -> str:
+        """Of the graph."""
+        return self.first.graph_fingerprint
+
+    @property
+    def device_kind(self) -> str:
+        """Both kinds."""
+        return f"{self.first.device_kind} and {self.second.device_kind}"
+
+    @property
+    def source(self) -> str:
+        """Described."""
+        return self.first.source
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Of both."""
+        return (*self.first.notes, *self.second.notes)
+
+    @property
+    def split_reason(self) -> str:
+        """Why the batch must not be split."""
+        return self.first.split_reason
+
+    def candidates(self) -> tuple[Candidate, ...]:
+        """Same as for one kind."""
+        return self.first.candidates()
+
+    def stage_devices(self, num_stages: int) -> tuple[tuple[int, ...], ...]:
+        """Consecutive devices."""
+        return self.first.stage_devices(num_stages)
+
+    def with_strategy(self, strategy: Strategy) -> CostModel:
+        """Both models with the strategy."""
+        return TwoGenerations(self.first.with_strategy(strategy), self.second.with_strategy(strategy))
+
+    @cached_property
+    def _cache(self) -> dict[Candidate, CostTables]:
+        return {}
+
+    def tables(self, candidate: Candidate) -> CostTables:
+        """Stages of the first half from the first model, the others from the second."""
+        if candidate not in self._cache:
+            self._cache[candidate] = self._joined(candidate)
+        return self._cache[candidate]
+
+    def _joined(self, candidate: Candidate) -> CostTables:
+        one, two, stages = self.first.tables(candidate), self.second.tables(candidate), candidate.num_stages
+        edges = {name: np.maximum(getattr(one, name), getattr(two, name)) for name in ("cross_stage_s", "relay_s")}
+        slower = {
+            name: np.maximum(getattr(one, name), getattr(two, name))
+            for name in ("time_s", "iteration_time_s", "memory_bytes", "reshard_s")
+        }
+        if stages == 1:
+            capacity = np.minimum(one.capacity_bytes, two.capacity_bytes)
+            return replace(one, **slower, **edges, capacity_bytes=capacity, allowed=one.allowed & two.allowed)
+        early = np.arange(stages) < stages // 2
+        by_stage = {
+            name: np.where(early[None, :, None], getattr(one, name), getattr(two, name))
+            for name in ("time_s", "iteration_time_s", "memory_bytes")
+        }
+        return replace(
+            one,
+            **by_stage,
+            **edges,
+            reshard_s=slower["reshard_s"],
+            capacity_bytes=np.where(early, one.capacity_bytes, two.capacity_bytes),
+            allowed=one.allowed & two.allowed,
+        )
+
+
+def cost_model(graph: LayerGraph, cluster: str) -> CostModel:
+    """Described tables of a graph on a cluster; "A + B" has two kinds of devices, as many of each."""
+    if " + " not in cluster:
+        return uniap.estimate(graph, load_cluster(cluster))
+    first, second = cluster.split(" + ")
+
+    def doubled(name: str) -> CostModel:
+        stem, _, shape = name.partition(":")
+        nodes, size = shape.split("x")
+        return uniap.estimate(graph, load_cluster(f"{stem}:{2 * int(nodes)}x{size}"))
+
+    return TwoGenerations(doubled(first), doubled(second))
+
+
+def mcmc(costs: CostModel, plan: Plan) -> float | None:
+    """Step time of random moves on the joint plan's own stages and micro-batches."""
+    candidate = Candidate(
+        num_stages=plan.num_stages, num_microbatches=plan.num_microbatches, schedule=plan.schedule
+    )  # fmt: skip
+    price = solve_tables(costs.tables(candidate), engine="mcmc").evaluation
+    return None if price is None else price.step_time_s
+
+
+def baseline_alone(costs: CostModel, baseline: str, limit: float) -> float | None:
+    """Step time of a baseline that the joint search had no time left for."""
+    try:
+        plan = solve(costs, executor="stages", engine=baseline, time_limit_s=limit, why=False)
+    except (InfeasibleError, NoPlanInTimeError, OptionError):
+        return None
+    return plan.prediction.step_time_s
+
+
+def measure(name: str, cluster: str, graph: LayerGraph, batch: int, limit: float) -> list[float | None]:
+    """One row; returns the relative step times of the baselines."""
+    costs = cost_model(graph, cluster)
+    started = time.perf_counter()
+    try:
+        plan = solve(costs, executor="stages", time_limit_s=limit, why=False)
+    except (InfeasibleError, NoPlanInTimeError) as error:
+        row(name, batch, type(error).__name__, *[""] * (4 + len(COLUMNS)))
+        return []
+    seconds = time.perf_counter() - started
+    proof, step = plan.certificate, plan.prediction.step_time_s
+    found = dict(proof.baselines)
+    for baseline in (b for b in BASELINES if b not in found):
+        found[baseline] = baseline_alone(costs, baseline, limit)
+    times = [*(found.get(b) for b in BASELINES), mcmc(costs, plan)]
+    relative = [None if t is None else t / step for t in times]
+    used = {str(layer.strategy) for layer in plan.layers}
+    row(
+        name, batch, f"{step:.4g}", f"{plan.num_stages}, {plan.num_microbatches}", len(used), f"{proof.gap:.0e}",
+        f"{seconds:.1f}", *("-" if r is None else f"{r:.3f}" for r in relative),
+    )  # fmt: skip
+    return relative
+
+
+def summary(rows: Sequence[Sequence[float | None]]) -> None:
+    """How much slower each baseline is over all rows, and how often it has no plan at all."""
+    head("", *COLUMNS)
+    columns = [[r for r in column if r is not None] for column in zip(*rows, strict=True)]
+    row("geometric mean", *(f"{math.exp(statistics.fmean(map(math.log, c))):.3f}" if c else "-" for c in columns))
+    row("worst", *(f"{max(c):.3f}" if c else "-" for c in columns))
+    row("best", *(f"{min(c):.3f}" if c else "-" for c in columns))
+    row("no plan that fits", *(len(rows) - len(c) for c in columns))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Prints a table for each cluster, then the summary."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--clusters", nargs="*", default=list(CLUSTERS), metavar="NAME")
+    parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS), metavar="NAME")
+    parser.add_argument("--limit", type=float, default=30.0, help="seconds for each search (default 30)")
+    options = parser.parse_args(argv)
+    say(made_on(("jax", "numpy", "scipy", "mip")))
+    rows: list[list[float | None]] = []
+    graphs: dict[tuple[str, int], LayerGraph] = {}
+    for cluster in options.clusters:
+        say(f"\n**{cluster}**")
+        head("model", "batch", "joint, s", "P, c", "strategies", "gap", "wall s", *COLUMNS)
+        batch = CLUSTERS.get(cluster, 64)
+        for name in options.models:
+            if (name, batch) not in graphs:
+                state, step, example = MODELS[name](batch)
+                graphs[name, batch] = uniap.trace(step, state, example)
+            found = measure(name, cluster, graphs[name, batch], batch, options.limit)
+            if found:
+                rows.append(found)
+    if rows:
+        say("\n**All of them**")
+        summary(rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -26,7 +26,6 @@ os.environ.setdefault("NPROC", "64")
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
 import jax
-import jax.numpy as jnp
 
 import uniap_jax as uniap
 from benchmarks.markdown import head, made_on, row, say
@@ -121,33 +120,46 @@ def spread_evenly(graph: LayerGraph, strategy: Strategy, *, stages: int, microba
     )
 
 
-def planned(graph: LayerGraph, plan: Plan, name: str) -> Contender:
-    """A plan in the ring."""
-    step = uniap.compile_plan(graph, plan)
-    state, _, batch = demo_gpt.build()
-    return Contender(name=name, step=step, state=step.place(state, batch), batch=batch)
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Demo:
+    """The demo's step, captured, with a state and a batch on the host."""
+
+    graph: LayerGraph
+    train_step: Callable[..., Any]
+    state: Any
+    batch: Any
 
 
-def by_hand(graph: LayerGraph, plan: Plan) -> Contender:
-    """The user's own step in one jit with the plan's shardings for state and batch."""
-    step = uniap.compile_plan(graph, plan)
+def demo() -> Demo:
+    """One state for all contenders: an optimizer built anew is another one."""
     state, train_step, batch = demo_gpt.build()
-    state = step.place(jax.tree.map(jnp.copy, state), batch)
+    return Demo(graph=uniap.trace(train_step, state, batch), train_step=train_step, state=state, batch=batch)
+
+
+def planned(model: Demo, plan: Plan, name: str) -> Contender:
+    """A plan in the ring."""
+    step = uniap.compile_plan(model.graph, plan)
+    return Contender(name=name, step=step, state=step.place(model.state, model.batch), batch=model.batch)
+
+
+def by_hand(model: Demo, plan: Plan) -> Contender:
+    """The user's own step in one jit with the plan's shardings for state and batch."""
+    step = uniap.compile_plan(model.graph, plan)
+    state = step.place(model.state, model.batch)
     homes = jax.tree.map(lambda x: x.sharding, state)
-    rows = jax.tree.unflatten(jax.tree.structure(batch), step.batch_shardings)
-    jitted = jax.jit(train_step, in_shardings=(homes, rows), out_shardings=(homes, None), donate_argnums=0)
-    return Contender(name="by hand", step=jitted, state=state, batch=jax.device_put(batch, rows))
+    rows = jax.tree.unflatten(jax.tree.structure(model.batch), step.batch_shardings)
+    jitted = jax.jit(model.train_step, in_shardings=(homes, rows), out_shardings=(homes, None), donate_argnums=0)
+    return Contender(name="by hand", step=jitted, state=state, batch=jax.device_put(model.batch, rows))
 
 
 def single(rounds: int) -> None:
     """One stage against one jit."""
-    state, train_step, batch = demo_gpt.build()
-    graph = uniap.trace(train_step, state, batch)
+    model = demo()
     say("\n## One stage: one jit with the same shardings")
     head("strategy", "plan, ms", "by hand, ms", "ratio", "compilations after the first step")
     for strategy in ("data=8", "fsdp=8", "data=2,tensor=4"):
-        plan = spread_evenly(graph, parse_strategy(strategy), stages=1, microbatches=1)
-        ours, theirs = planned(graph, plan, strategy), by_hand(graph, plan)
+        plan = spread_evenly(model.graph, parse_strategy(strategy), stages=1, microbatches=1)
+        ours, theirs = planned(model, plan, strategy), by_hand(model, plan)
         in_turns((ours, theirs), rounds)
         times = (f"{1e3 * statistics.median(c.wall_s):.0f}" for c in (ours, theirs))
         row(strategy, *times, f"{ratio(ours.wall_s, theirs.wall_s):.3f}", ours.compilations)
@@ -155,13 +167,12 @@ def single(rounds: int) -> None:
 
 def pipeline(rounds: int) -> None:
     """Pipelines against one device that does the same micro-batches."""
-    state, train_step, batch = demo_gpt.build()
-    graph = uniap.trace(train_step, state, batch)
-    one = planned(graph, spread_evenly(graph, Strategy(), stages=1, microbatches=MICROBATCHES), "one device")
+    model = demo()
+    one = planned(model, spread_evenly(model.graph, Strategy(), stages=1, microbatches=MICROBATCHES), "one device")
     contenders = [one]
     for stages, strategy in ((2, "data=1"), (4, "data=1"), (2, "data=2"), (4, "data=2"), (4, "data=1,keep=inputs")):
-        plan = spread_evenly(graph, parse_strategy(strategy), stages=stages, microbatches=MICROBATCHES)
-        contenders.append(planned(graph, plan, f"{stages} stages of {strategy}"))
+        plan = spread_evenly(model.graph, parse_strategy(strategy), stages=stages, microbatches=MICROBATCHES)
+        contenders.append(planned(model, plan, f"{stages} stages of {strategy}"))
     in_turns(contenders, rounds)
     say(f"\n## Pipelines, {MICROBATCHES} micro-batches")
     head("plan", "CPU, ms", "CPU / one device", "wall, ms", "host per task, µs", "compilations after the first step")
@@ -202,7 +213,8 @@ def memory(rounds: int) -> None:
     """Peak memory of a device: as planned from a measured profile, as compiled, as live in a step."""
     del rounds
     state, train_step, batch = demo_gpt.build()
-    graph = uniap.trace(train_step, state, batch)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
+    graph = uniap.trace(train_step, shapes, batch)
     del state
     say("\n## Peak memory of a device, MiB")
     head("plan", "stage", "planned", "compiled", "planned / compiled", "live", "live / planned")
@@ -212,9 +224,9 @@ def memory(rounds: int) -> None:
         found = uniap.profile(
             graph, cluster, devices=devices, num_stages=stages, num_microbatches=MICROBATCHES, budget_s=PROFILE_BUDGET_S
         )
-        model = uniap.estimate(graph, cluster, found)
+        prices = uniap.estimate(graph, cluster, found)
         plan = uniap.solve(
-            model, num_stages=stages, num_microbatches=MICROBATCHES, schedule="one_f_one_b", baselines=False
+            prices, num_stages=stages, num_microbatches=MICROBATCHES, schedule="one_f_one_b", baselines=False
         )
         step = uniap.compile_plan(graph, plan)
         compiled = stage_peaks(step)

@@ -98,6 +98,8 @@ class TurnCosts:
         layer: of the graph, that holds the loop.
 
     Attributes:
+        graph: with the turn as its only layer.
+        layer: the turn.
         cast: bytes of the weights' narrower copies over those of the weights.
     """
 
@@ -108,24 +110,24 @@ class TurnCosts:
             alone = turn_of(graph, cut_loop(graph, layer)).graph
             return replace(alone, microbatch=lambda count: turn(whole.microbatch(count)))
 
-        self._graph = turn(whole)
-        self._layer = self._graph.layers[0]
-        self._describer = Describer(self._graph, model.cluster, model._links)
-        sizes = [self._graph.params[p].nbytes for p in self._layer.params]
-        copies = sum(share * n for share, n in zip(cast_shares(self._layer), sizes, strict=True))
+        self.graph = turn(whole)
+        self.layer = self.graph.layers[0]
+        self._describer = Describer(self.graph, model.cluster, model._links)
+        sizes = [self.graph.params[p].nbytes for p in self.layer.params]
+        copies = sum(share * n for share, n in zip(cast_shares(self.layer), sizes, strict=True))
         self.cast = copies / max(sum(sizes), 1)
 
     def cost(self, strategy: Strategy, *, samples: int) -> LayerCost | None:
         """Of one micro-batch; None where the strategy is illegal."""
         try:
-            return self._describer.cost(self._layer, strategy, samples=samples, fused=False)
+            return self._describer.cost(self.layer, strategy, samples=samples, fused=False)
         except StrategyError:
             return None
 
     def shares(self, strategy: Strategy, count: int) -> TurnShares:
         """What a device holds of the weights, of all of them together, said for each of the loop's `count` inputs."""
-        found, sizes = layer_sharding(self._graph, self._layer, strategy), dict(axis_sizes(strategy.num_devices))
-        values = [self._graph.params[p] for p in self._layer.params]
+        found, sizes = layer_sharding(self.graph, self.layer, strategy), dict(axis_sizes(strategy.num_devices))
+        values = [self.graph.params[p] for p in self.layer.params]
         total = max(sum(v.nbytes for v in values), 1)
 
         def share(specs: Sequence[PartitionSpec]) -> tuple[float, ...]:
@@ -231,9 +233,14 @@ class EqualStages:
             time_s=share * (cost.time_s + cost.sync_s) + handed,
             iteration_s=share * model._update_s(layer, strategy),
             memory_bytes=share * (state + grads + stacked) + held,
-            transient_bytes=transient,
+            transient_bytes=transient + self._one_gradient(layer, strategy),
             pass_s=handed,
         )
+
+    def _one_gradient(self, layer: Layer, strategy: Strategy) -> float:
+        """Bytes of one layer's gradients before they are scattered and added to the sums."""
+        graph, alone = (self._turn.graph, self._turn.layer) if self._turn else (self._model.graph, layer)
+        return param_bytes(graph, alone, strategy).full_grads
 
     def _run_state(self, layer: Layer, strategy: Strategy) -> tuple[float, float, float]:
         """Bytes of one layer (of the whole loop): state; sums of gradients and one tick's; copies that are stacked."""

@@ -106,17 +106,17 @@ class StrategySpace:
     Args:
         graph: traced with the whole batch.
         keeps: what the forward may keep for the backward.
-        wanted: a strategy asked for by name: its kin are listed too, and nothing is left out as a repetition.
+        wanted: strategies asked for by name: their kin are listed too, and nothing is left out as a repetition.
     """
 
-    def __init__(self, graph: LayerGraph, keeps: tuple[str, ...], wanted: Strategy | None = None) -> None:
+    def __init__(self, graph: LayerGraph, keeps: tuple[str, ...], wanted: tuple[Strategy, ...] = ()) -> None:
         self._graph, self._keeps, self._wanted = graph, keeps, wanted
         self._found: dict[int, Searched] = {}
         self._same: dict[tuple[str, Strategy], bool] = {}
 
     def asking(self, wanted: Strategy) -> StrategySpace:
-        """The same space with a strategy asked for by name."""
-        return StrategySpace(self._graph, self._keeps, wanted)
+        """The same space with one more strategy asked for by name."""
+        return StrategySpace(self._graph, self._keeps, (*self._wanted, wanted))
 
     def searched(self, num_devices: int) -> Searched:
         """What a search lists on a sub-mesh."""
@@ -126,21 +126,21 @@ class StrategySpace:
 
     def strategies(self, num_devices: int) -> tuple[Strategy, ...]:
         """On a sub-mesh, those asked for by name last."""
-        listed, wanted = self.searched(num_devices).listed, self._wanted
-        if wanted is None:
-            return listed
-        asked = enumerate_strategies(
-            num_devices,
-            keeps=(wanted.keep,),
-            zeros=(wanted.zero,),
-            degrees=used_degrees(wanted),
-            sequence=(False, wanted.sequence),
-        )
-        return (*listed, *(s for s in asked if s not in listed))
+        listed = dict.fromkeys(self.searched(num_devices).listed)
+        for wanted in self._wanted:
+            asked = enumerate_strategies(
+                num_devices,
+                keeps=(wanted.keep,),
+                zeros=(wanted.zero,),
+                degrees=used_degrees(wanted),
+                sequence=(False, wanted.sequence),
+            )
+            listed |= dict.fromkeys(asked)
+        return tuple(listed)
 
     def repeats(self, layer: Layer, strategy: Strategy) -> bool:
         """Whether a listed strategy without fsdp ways does the same for this layer."""
-        if self._wanted is not None:
+        if self._wanted:
             return False
         key = (layer.signature, replace(strategy, keep="all"))
         if key not in self._same:

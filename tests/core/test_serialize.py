@@ -98,6 +98,13 @@ def test_why_a_plan_survives_the_round_trip():
     assert plan_from_json(plan_to_json(other)) == other
 
 
+def test_an_impossible_alternative_is_named():
+    path = ["certificate", "alternatives", 0, "layers", 1, "stage"]
+    with pytest.raises(PlanMismatchError) as error:
+        plan_from_json(edited(plan_to_json(explained()), path, 3))
+    assert error.value.field == "certificate.alternatives[0].layers[1].stage"
+
+
 def test_profiles_survive_the_round_trip(tmp_path):
     save(profile(), tmp_path / "p.json")
     assert load(tmp_path / "p.json") == profile()

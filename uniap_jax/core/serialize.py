@@ -210,6 +210,10 @@ def _plan_faults(plan: Plan) -> list[tuple[str, str]]:
         found.append(("executor", f"{plan.executor!r} is not one of {', '.join(EXECUTORS)}"))
     if plan.certificate.status not in STATUSES:
         found.append(("certificate.status", f"{plan.certificate.status!r} is not one of {', '.join(STATUSES)}"))
+    for i in range(len(plan.certificate.alternatives)):
+        # an alternative is a plan of its own; its certificate lists none, so this ends
+        faults = _plan_faults(plan.with_alternative(i))
+        found += [(f"certificate.alternatives[{i}].{name}", wrong) for name, wrong in faults]
     return found + _prediction_faults(plan)
 
 

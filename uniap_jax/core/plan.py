@@ -248,6 +248,7 @@ class Plan:
             schedule=other.schedule,
             stage_devices=other.stage_devices,
             layers=other.layers,
+            executor="stages",
             prediction=other.prediction,
             certificate=Certificate(
                 status="feasible",

@@ -131,7 +131,8 @@ def rows(eqn: Any, rows: list[Kind], grown: tuple[int, ...], scaled: bool = Fals
     """Rows along the one dimension that grew."""
     if len(grown) != 1:
         return mixed(eqn, "the batch dimension is lost without a reduction")
-    if elementwise(eqn) and any(k.dim != grown[0] for k in rows):
+    name = eqn.primitive.name  # a dimension that is as long as the batch makes others look element-wise
+    if name not in SHAPE_ONLY and name not in RULES and elementwise(eqn) and any(k.dim != grown[0] for k in rows):
         return mixed(eqn, "examples meet examples in another dimension")
     moved = eqn.primitive.name in SHAPE_ONLY or eqn.primitive.name in (
         "concatenate",

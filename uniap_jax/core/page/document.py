@@ -192,7 +192,10 @@ def _search(plan: Plan) -> str:
         return ""
     counts = {kind: sum(row[-1] == kind for row in rows) for kind in ("pruned", "no plan", "open")}
     told = ", ".join(f"{count} {kind}" for kind, count in counts.items() if count)
-    return f'<p class="dim">{len(rows)} candidates: 1 chosen{told and ", " + told}.</p>' + _table(header, rows)
+    return (
+        f'<p class="dim">{len(rows)} candidate{"s" if len(rows) > 1 else ""}: 1 chosen{told and ", " + told}.</p>'
+        + _table(header, rows)
+    )
 
 
 def _scroll(drawing: str) -> str:

@@ -67,7 +67,7 @@ def memory_drawing(plan: Plan) -> str:
         parts += _memory_bar(plan, stage, peak, limit, scale)
         if limit <= longest:
             parts.append(box(LABEL + end - 1, y, 2, LANE, kind="limit"))
-        share = f" ({100 * peak / limit:.0f} %)" if limit > 0 else ""
+        share = f" ({100 * peak / limit:.2g} %)" if limit > 0 else ""
         told = f"{format_bytes(peak)} of {format_bytes(limit)}{share}"
         parts.append(text(LABEL + ROOM - AMOUNTS + 8, y + 20, told, kind="dim"))
     return drawing(lane_y(plan.num_stages), parts, title="peak memory per device against the limit")

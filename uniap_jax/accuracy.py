@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import jax
+import numpy as np
 
 from uniap_jax.api import compile_plan, solve
 from uniap_jax.core.absent import absent_devices
@@ -19,6 +20,7 @@ from uniap_jax.core.errors import ExecutionError, InfeasibleError, NoPlanInTimeE
 from uniap_jax.core.graph import LayerGraph
 from uniap_jax.core.plan import Plan
 from uniap_jax.core.strategy import enumerate_strategies
+from uniap_jax.runtime import ParallelStep
 from uniap_jax.runtime.verify import verify
 
 FAILURES = (ExecutionError, StrategyError, jax.errors.JaxRuntimeError)
@@ -174,32 +176,20 @@ def describe(plan: Plan) -> str:
     return f"P={plan.num_stages} c={plan.num_microbatches}{schedule} {common}{more}"
 
 
-def compiled_memory(
-    graph: LayerGraph, plans: Sequence[Plan], devices_of: Callable[[Plan], Sequence[Any]]
-) -> list[PlanAccuracy]:
-    """Predicted and compiled peaks of plans; nothing runs.
-
-    Args:
-        graph: the step.
-        plans: the first is the chosen one.
-        devices_of: to compile a plan for.
-    """
-    rows = []
-    for i, plan in enumerate(plans):
-        row = PlanAccuracy(
-            what=describe(plan),
-            chosen=i == 0,
-            predicted_s=plan.prediction.step_time_s,
-            predicted_bytes=plan.prediction.peak_bytes,
-        )
-        try:
-            step = compile_plan(graph, plan, devices=devices_of(plan))
-            found = verify(step, full_copies=False).stages
-            row = replace(row, compiled_bytes=tuple(float(s.compiled_bytes) for s in found))
-        except FAILURES as error:
-            row = replace(row, problem=str(error).splitlines()[0])
-        rows.append(row)
-    return rows
+def _compiled(step: ParallelStep, *, chosen: bool) -> PlanAccuracy:
+    """Predicted and compiled peaks of a plan; nothing runs."""
+    plan = step.plan
+    row = PlanAccuracy(
+        what=describe(plan),
+        chosen=chosen,
+        predicted_s=plan.prediction.step_time_s,
+        predicted_bytes=plan.prediction.peak_bytes,
+    )
+    try:
+        found = verify(step, full_copies=False).stages
+    except FAILURES as error:
+        return replace(row, problem=str(error).splitlines()[0])
+    return replace(row, compiled_bytes=tuple(float(s.compiled_bytes) for s in found))
 
 
 def accuracy(
@@ -227,32 +217,46 @@ def accuracy(
         InfeasibleError: nothing fits.
     """
     here = list(jax.devices() if devices is None else devices)
-    plans = diverse_plans(costs, num_plans)
-    rows = compiled_memory(graph, plans, lambda plan: here)
+    flat = _on_leaves(graph)
     state, batch = graph.step.flatten(*args)
-    flat, steps = _on_leaves(graph), dict[int, tuple[Any, list[Any]]]()
-    for i, plan in enumerate(plans):
-        if rows[i].problem:
-            continue
-        step = compile_plan(flat, plan, devices=here, donate=False)
+    rows, steps = [], dict[int, Any]()
+    states: dict[int, list[Any]] = {}
+    for i, plan in enumerate(diverse_plans(costs, num_plans)):
+        step = compile_plan(flat, plan, devices=here)
+        row = _compiled(step, chosen=i == 0)
         try:
-            placed = step.place(state, batch)
-            jax.block_until_ready(step(placed, batch))
+            if not row.problem:
+                states[i] = _next(step, step.place([_copy(x) for x in state], batch), batch)
+                steps[i] = step
         except FAILURES as error:
-            rows[i] = replace(rows[i], problem=str(error).splitlines()[0])
-            continue
-        steps[i] = step, placed
+            row = replace(row, problem=str(error).splitlines()[0])
+        rows.append(row)
     seconds: dict[int, list[float]] = {i: [] for i in steps}
     for _ in range(rounds):
-        for i, (step, placed) in steps.items():
+        for i, step in steps.items():
             start = time.perf_counter()
-            jax.block_until_ready(step(placed, batch))
+            states[i] = _next(step, states[i], batch)
             seconds[i].append(time.perf_counter() - start)
     for i, taken in seconds.items():
         median = statistics.median(taken)
         low, _, high = statistics.quantiles(taken, n=4) if len(taken) > 2 else (median,) * 3
         rows[i] = replace(rows[i], measured_s=median, spread=(high - low) / 2 / median)
     return AccuracyReport(plans=tuple(rows), source=costs.source, notes=costs.notes)
+
+
+def _copy(leaf: Any) -> Any:
+    """The step gives its state's buffers up, and may be placed on the device where the caller's lie."""
+    return leaf.copy() if isinstance(leaf, jax.Array | np.ndarray) else leaf
+
+
+def _next(step: ParallelStep, state: list[Any], batch: Sequence[Any]) -> list[Any]:
+    """The state after one step that has ended."""
+    outputs = jax.block_until_ready(step(state, batch))
+    following = list(state)
+    for leaf, value in zip(step.graph.step.output_leaf, outputs, strict=True):
+        if leaf is not None:
+            following[leaf] = value
+    return following
 
 
 def absent_accuracy(graph: LayerGraph, costs: CostModel, cluster: Cluster, *, num_plans: int = 20) -> AccuracyReport:
@@ -273,7 +277,8 @@ def absent_accuracy(graph: LayerGraph, costs: CostModel, cluster: Cluster, *, nu
     def devices_of(plan: Plan) -> Sequence[Any]:
         return absent_devices(cluster, 1 if plan.executor == "program" else plan.num_stages)
 
-    rows = compiled_memory(graph, diverse_plans(costs, num_plans), devices_of)
+    plans = diverse_plans(costs, num_plans)
+    rows = [_compiled(compile_plan(graph, p, devices=devices_of(p)), chosen=i == 0) for i, p in enumerate(plans)]
     return AccuracyReport(plans=tuple(rows), source=costs.source, notes=costs.notes)
 
 

@@ -3,11 +3,13 @@
 Left out for every layer:
 
 - ZeRO 1: ZeRO 2 sends the same gradients (a scatter rather than a sum) and holds fewer of them.
-- ZeRO 2 beside plain data ways, with the sequence split, or among experts: what it saves over ZeRO 3, a gather per
-  micro-batch, it saves with all batch ways in fsdp as well.
+- ZeRO 2, and a split sequence, beside both data and fsdp ways: a hybrid is there for the gathers of ZeRO 3 to stay
+  among near devices, and ZeRO 2 gathers once a step.
+- ZeRO 2 with tensor ways in a model with experts, so that what experts add stays few.
 - experts beside fsdp or tensor ways, and context ways: legal when asked for.
 
-Left out for one layer: what it does not allow, and fsdp ways that find nothing to split, for data ways do the same.
+Left out for one layer: what it does not allow. Fsdp ways that find nothing to split are not measured, for data ways
+do the same.
 """
 
 from __future__ import annotations
@@ -50,9 +52,10 @@ def searched_strategies(graph: LayerGraph, num_devices: int, *, keeps: tuple[str
         ("no layer has the sequence or the experts that they split", lambda s: not possible[_edges(s)]),
         ("ZeRO 1 does what ZeRO 2 does and holds more", lambda s: s.zero == 1),
         (
-            "ZeRO 2 beside data ways, a split sequence or experts",
-            lambda s: s.zero == 2 and (s.data > 1 or s.sequence or experts),
+            "ZeRO 2 or a split sequence beside both data and fsdp ways",
+            lambda s: s.data > 1 and s.fsdp > 1 and (s.zero == 2 or s.sequence),
         ),
+        ("ZeRO 2 with tensor ways where experts can be split", lambda s: experts and s.zero == 2 and s.tensor > 1),
         ("experts beside fsdp or tensor ways", lambda s: s.expert > 1 and s.fsdp * s.tensor > 1),
     )
     listed, left_out = list(full), []
@@ -112,7 +115,7 @@ class StrategySpace:
     def __init__(self, graph: LayerGraph, keeps: tuple[str, ...], wanted: tuple[Strategy, ...] = ()) -> None:
         self._graph, self._keeps, self._wanted = graph, keeps, wanted
         self._found: dict[int, Searched] = {}
-        self._same: dict[tuple[str, Strategy], bool] = {}
+        self._same: dict[tuple[str, Strategy], Strategy] = {}
 
     def asking(self, wanted: Strategy) -> StrategySpace:
         """The same space with one more strategy asked for by name."""
@@ -138,14 +141,12 @@ class StrategySpace:
             listed |= dict.fromkeys(asked)
         return tuple(listed)
 
-    def repeats(self, layer: Layer, strategy: Strategy) -> bool:
-        """Whether a listed strategy without fsdp ways does the same for this layer."""
-        if self._wanted:
-            return False
+    def twin(self, layer: Layer, strategy: Strategy) -> Strategy:
+        """The strategy under which a layer is measured: without fsdp ways where they find nothing to split."""
         key = (layer.signature, replace(strategy, keep="all"))
         if key not in self._same:
-            self._same[key] = same_as(self._graph, layer, key[1]) is not None
-        return self._same[key]
+            self._same[key] = same_as(self._graph, layer, key[1]) or key[1]
+        return replace(self._same[key], keep=strategy.keep)
 
     @property
     def note(self) -> str:

@@ -189,7 +189,7 @@ class TableModel:
         for group in self._alike(stages):
             layer = layers[group[0]]
             for k, strategy in enumerate(strategies):
-                if self._reason(layer, strategy, pieces) or self._space.repeats(layer, strategy):
+                if self._reason(layer, strategy, pieces):
                     continue
                 cost = self._cost(layer, strategy, self.batch_size // pieces, stages == 1)
                 allowed[group, k] = cost.origin != "does_not_fit"
@@ -268,7 +268,8 @@ class TableModel:
     def _cost(self, layer: Layer, strategy: Strategy, samples: int, fused: bool) -> LayerCost:
         key = (layer.signature, strategy, samples, fused)
         if key not in self._costs:
-            known = self._entries.get(Key(signature=layer.signature, strategy=str(strategy), samples=samples))
+            measured = str(self._space.twin(layer, strategy))
+            known = self._entries.get(Key(signature=layer.signature, strategy=measured, samples=samples))
             self._costs[key] = known or self._describer.cost(layer, strategy, samples=samples, fused=fused)
         return self._costs[key]
 

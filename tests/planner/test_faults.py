@@ -2,7 +2,9 @@
 
 import os
 import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -24,6 +26,9 @@ FAULTS = {
     "infeasible": READ + "print(json.dumps({'status': 'infeasible', 'values': None, 'bound': None}))",
     "no module": READ + "print(json.dumps({'status': 'failed', 'reason': 'ModuleNotFoundError: mip', 'values': None}))",
 }
+
+
+true_child = mip_model.child_command
 
 
 def inject(monkeypatch, code: str, *, only: str = "") -> None:
@@ -65,10 +70,10 @@ def test_the_other_solver_steps_in(monkeypatch, fault, solver):
 
 def lying(solver: str, change: str) -> str:
     """A child that asks the true solver and changes its answer."""
-    real = str(Path(mip_model.__file__).with_name(f"{solver}.py"))
+    real = true_child(solver)
     return (
         "import json, subprocess, sys; spec = json.load(sys.stdin); "
-        f"ask = lambda s: json.loads(subprocess.run([sys.executable, '-P', {real!r}], "
+        f"ask = lambda s: json.loads(subprocess.run({real!r}, "
         f"input=json.dumps(s).encode(), stdout=-1).stdout); {change}; print(json.dumps(answer))"
     )
 
@@ -121,10 +126,10 @@ def test_gurobi_without_licence_is_not_asked(monkeypatch, tmp_path):
 
 def test_a_true_plan_with_a_false_price_is_not_believed(monkeypatch):
     """The solver's own child, but every bound it reports is ten times too high."""
-    real = str(Path(mip_model.__file__).with_name("cbc.py"))
+    real = true_child("cbc")
     code = (
         "import json, subprocess, sys; "
-        f"out = subprocess.run([sys.executable, '-P', {real!r}], input=sys.stdin.buffer.read(), stdout=-1).stdout; "
+        f"out = subprocess.run({real!r}, input=sys.stdin.buffer.read(), stdout=-1).stdout; "
         "answer = json.loads(out); answer['bound'] = 10 * (answer['bound'] or 1.0); print(json.dumps(answer))"
     )
     inject(monkeypatch, code)
@@ -138,3 +143,19 @@ def test_nothing_on_stdout(capfd):
     solve_file(CHAIN)
     solve_file(SKIPS, engine="miqp")
     assert capfd.readouterr() == ("", "")
+
+
+def test_the_solver_ends_with_the_process_that_asked():
+    ask = (
+        "import subprocess, sys; from uniap_jax.planner.mip_model import child_command; "
+        "child = subprocess.Popen(child_command('cbc'), stdin=subprocess.PIPE, start_new_session=True); "
+        "print(child.pid, flush=True); child.wait()"
+    )
+    asking = subprocess.Popen([sys.executable, "-c", ask], stdout=subprocess.PIPE)
+    child = int(asking.stdout.readline())
+    asking.kill()
+    asking.communicate()
+    deadline = time.monotonic() + 20
+    while Path(f"/proc/{child}").exists() and "(zombie)" not in Path(f"/proc/{child}/status").read_text():
+        assert time.monotonic() < deadline, "the solver goes on without anyone to answer"
+        time.sleep(0.1)

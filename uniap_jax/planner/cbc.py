@@ -1,27 +1,12 @@
-"""A child process that solves one MIP with CBC. The only file that imports mip; imports nothing of this package.
-
-Started as a script with a JSON model on stdin; answers with one line of JSON on stdout. CBC prints to C's stdout in
-places, so the descriptor itself is pointed elsewhere before mip is loaded. The parent may kill this process any time.
-"""
+"""One MIP solved with CBC, in the process of `child.py`; the only file that imports mip."""
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 from typing import Any
 
 
-def _claim_stdout() -> int:
-    """A private copy of stdout for the answer; whatever else writes to descriptors 1 and 2 is dropped."""
-    answer = os.dup(1)
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 1)
-    os.dup2(null, 2)
-    return answer
-
-
-def _solve(spec: dict[str, Any]) -> dict[str, Any]:
+def solve(spec: dict[str, Any]) -> dict[str, Any]:
+    """Answers a model of `MipModel` as JSON data."""
     import mip
 
     # named, because python-mip prefers Gurobi where it can be imported, licence or not
@@ -55,22 +40,3 @@ def _solve(spec: dict[str, Any]) -> dict[str, Any]:
         "objective": float(model.objective_value) if found else None,
         "bound": float(bound) if bound is not None else None,
     }
-
-
-def main() -> None:
-    """Reads a model, solves it, writes the answer."""
-    answer = _claim_stdout()
-    try:
-        result = _solve(json.load(sys.stdin))
-    except (ImportError, OSError) as error:
-        # python-mip missing, or its shared library does not load on this machine
-        result = {"status": "failed", "reason": f"{type(error).__name__}: {error}"}
-    with os.fdopen(answer, "w") as out:
-        out.write(json.dumps(result))
-        out.flush()
-    # CBC has been seen to crash while its objects are torn down; the answer is out, so leave at once
-    os._exit(0)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,27 +1,12 @@
-"""A child process that solves one MIP with HiGHS, through SciPy; imports nothing of this package.
-
-The same door as `cbc.py`: a JSON model on stdin, one line of JSON on stdout, and it may be killed any time.
-"""
+"""One MIP solved with HiGHS through SciPy, in the process of `child.py`; imports nothing of this package."""
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import sys
 from typing import Any
 
 TIME_LIMIT, INFEASIBLE = 1, 2
 """Of `scipy.optimize.milp`; 0 is optimal."""
-
-
-def _claim_stdout() -> int:
-    """A private copy of stdout for the answer; whatever else writes to descriptors 1 and 2 is dropped."""
-    answer = os.dup(1)
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 1)
-    os.dup2(null, 2)
-    return answer
 
 
 def _number(value: float | None) -> float | None:
@@ -29,7 +14,8 @@ def _number(value: float | None) -> float | None:
     return None if value is None or not math.isfinite(value) else float(value)
 
 
-def _solve(spec: dict[str, Any]) -> dict[str, Any]:
+def solve(spec: dict[str, Any]) -> dict[str, Any]:
+    """Answers a model of `MipModel` as JSON data."""
     import numpy as np
     from scipy.optimize import Bounds, LinearConstraint, milp
     from scipy.sparse import csr_array
@@ -58,19 +44,3 @@ def _solve(spec: dict[str, Any]) -> dict[str, Any]:
         "objective": _number(found.fun),
         "bound": _number(found.mip_dual_bound),
     }
-
-
-def main() -> None:
-    """Reads a model, solves it, writes the answer."""
-    answer = _claim_stdout()
-    try:
-        result = _solve(json.load(sys.stdin))
-    except (ImportError, OSError) as error:
-        result = {"status": "failed", "reason": f"{type(error).__name__}: {error}"}
-    with os.fdopen(answer, "w") as out:
-        out.write(json.dumps(result))
-    os._exit(0)
-
-
-if __name__ == "__main__":
-    main()

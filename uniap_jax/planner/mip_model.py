@@ -75,7 +75,7 @@ class MipAnswer:
 
 def child_command(solver: str) -> list[str]:
     """How a solver's child is started: by path, so that neither this package nor the user's main module is imported."""
-    return [sys.executable, "-P", str(Path(__file__).with_name(f"{solver}.py"))]
+    return [sys.executable, "-P", str(Path(__file__).with_name("child.py")), solver]
 
 
 def solve_mip(

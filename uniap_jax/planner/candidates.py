@@ -111,7 +111,7 @@ def _automatic(candidates: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
 def changed_degrees(a: Strategy, b: Strategy) -> int:
     """How many degrees, ZeRO stage, sequence and what is kept differ; ZeRO counts only where fsdp is used."""
     zero = [s.zero if s.fsdp > 1 else 0 for s in (a, b)]
-    degrees = sum(getattr(a, name) != getattr(b, name) for name in DEGREES)
+    degrees = sum(bool(getattr(a, name) != getattr(b, name)) for name in DEGREES)
     return degrees + sum((zero[0] != zero[1], a.keep != b.keep, a.sequence != b.sequence))
 
 

@@ -153,7 +153,8 @@ class _Contents:
 
 def _contents(kinds: IntArray, width: int) -> list[_Contents]:
     """By length less one, up to `width`."""
-    num_layers, found = len(kinds), []
+    num_layers = len(kinds)
+    found: list[_Contents] = []
     key, shorter = kinds, kinds
     for d in range(width):
         if d:

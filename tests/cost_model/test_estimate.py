@@ -167,6 +167,35 @@ def test_measured_numbers_replace_described_ones(graph):
     assert model.source == "measured"
 
 
+@pytest.mark.parametrize(
+    ("strategy", "per_step"), [(Strategy(data=4), True), (Strategy(fsdp=4), False), (Strategy(data=2, tensor=2), False)]
+)
+def test_gradients_meet_once_per_step_where_the_runtime_adds_them_up_apart(graph, strategy, per_step):
+    cluster = local_cluster()
+
+    def tables(sync_s):
+        cost = LayerCost(
+            forward_s=1.0, backward_s=2.0, sync_s=sync_s, kept_bytes=64.0, transient_bytes=0.0, origin="measured"
+        )
+        key = Key(signature=graph.layers[1].signature, strategy=str(strategy), samples=cost_support.BATCH // 2)
+        profile = Profile(
+            source="measured",
+            graph_fingerprint=graph.fingerprint,
+            device_kind=cluster.kind,
+            num_devices=8,
+            batch_size=cost_support.BATCH,
+            entries=((key, cost),),
+        )
+        return estimate(graph, cluster, profile).tables(Candidate(num_stages=2, num_microbatches=2))
+
+    without, with_sync = tables(0.0), tables(0.5)
+    column = without.strategies.index(strategy)
+    per_piece = with_sync.time_s[1, 0, column] - without.time_s[1, 0, column]
+    once = with_sync.iteration_time_s[1, 0, column] - without.iteration_time_s[1, 0, column]
+    assert (per_piece > 0.3, once > 0.3) == (not per_step, per_step)
+    assert min(per_piece, once) == pytest.approx(0.0)
+
+
 def test_a_profile_of_another_model_is_refused(graph):
     cluster = local_cluster()
     other = Profile(

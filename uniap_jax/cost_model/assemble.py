@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,27 +17,18 @@ from uniap_jax.core.graph import Layer, LayerGraph
 from uniap_jax.core.machine import Cluster
 from uniap_jax.core.plan import SCHEDULES
 from uniap_jax.core.profile import Key, LayerCost, Links, Profile, Rates
+from uniap_jax.core.replicated import reduces_once
 from uniap_jax.core.searched import StrategySpace
-from uniap_jax.core.sharding import LayerSharding, axis_sizes, layer_sharding, shard_bytes
+from uniap_jax.core.sharding import layer_sharding
 from uniap_jax.core.strategy import Strategy
 from uniap_jax.cost_model.credible import credible
 from uniap_jax.cost_model.equal_stages import EqualModel
 from uniap_jax.cost_model.memory import Held, beside_state
 from uniap_jax.cost_model.pipeline import busy_factor, flights, working_share
 from uniap_jax.cost_model.reshard import bundles, reshard_seconds, transfer_seconds
-from uniap_jax.cost_model.state import state_bytes
+from uniap_jax.cost_model.state import Shares, layer_shares, state_bytes
 
 FloatArray = NDArray[np.float64]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shares:
-    """What each device holds of each of a layer's parameters, as a share of the whole."""
-
-    used: tuple[float, ...]
-    stored: tuple[float, ...]
-    grads: tuple[float, ...]
-    optimizer: tuple[float, ...]
 
 
 class TableModel:
@@ -77,6 +68,7 @@ class TableModel:
         self._reasons: dict[tuple[str, str, int], str] = {}
         self._costs: dict[tuple[str, Strategy, int, bool], LayerCost] = {}
         self._shares: dict[tuple[str, Strategy], Shares] = {}
+        self._once: dict[tuple[str, Strategy], bool] = {}
         self._space = StrategySpace(self.graph, keeps)
         self._equal = EqualModel(self)
 
@@ -277,13 +269,24 @@ class TableModel:
         """Per micro-batch and per step."""
         stages = candidate.num_stages
         busy = busy_factor(candidate, self._slowdown(stages))
-        per_piece = (cost.time_s + cost.sync_s) * busy
+        per_piece, per_step = cost.time_s * busy, cost.sync_s * busy
+        if candidate.num_microbatches == 1 or not self._syncs_once(layer, strategy):
+            per_piece, per_step = per_piece + per_step, 0.0
         if stages > 1:
             per_piece += 2.0 * self._dispatch_s * stages / len(self.graph.layers)
-        update = self._update_s(layer, strategy)
+        update = per_step + self._update_s(layer, strategy)
         if stages == 1 and layer.index == 0:
             update += self._dispatch_s
         return per_piece, update
+
+    def _syncs_once(self, layer: Layer, strategy: Strategy) -> bool:
+        """Whether gradients meet once per step; where fsdp ways split them too, a part meets with every micro-batch."""
+        if strategy.fsdp > 1:
+            return False
+        key = (layer.signature, strategy)
+        if key not in self._once:
+            self._once[key] = reduces_once(self.graph, layer, strategy)
+        return self._once[key]
 
     @property
     def _dispatch_s(self) -> float:
@@ -316,22 +319,7 @@ class TableModel:
         plain = replace(strategy, keep="all")
         key = (layer.signature, plain)
         if key not in self._shares:
-            found: LayerSharding = layer_sharding(self.graph, layer, plain)
-            sizes = dict(axis_sizes(strategy.num_devices))
-            values = [self.graph.params[p] for p in layer.params]
-
-            def shares(specs: Sequence[object]) -> tuple[float, ...]:
-                return tuple(
-                    shard_bytes(v, s, sizes) / max(v.nbytes, 1)  # type: ignore[arg-type]
-                    for v, s in zip(values, specs, strict=True)
-                )
-
-            self._shares[key] = Shares(
-                used=shares(found.params),
-                stored=shares(found.stored),
-                grads=shares(found.grads),
-                optimizer=shares(found.optimizer),
-            )
+            self._shares[key] = layer_shares(self.graph, layer, plain)
         return self._shares[key]
 
     def _held(self, layer: Layer, strategy: Strategy, candidate: Candidate) -> Held:

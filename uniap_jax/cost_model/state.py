@@ -1,11 +1,16 @@
-"""Which leaves of the training state belong to which parameter, and how many bytes they are."""
+"""Which leaves of the training state belong to which parameter, how many bytes they are, and what a device holds."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from uniap_jax.core.graph import LayerGraph
+from jax.sharding import PartitionSpec
+
+from uniap_jax.core.graph import Layer, LayerGraph
+from uniap_jax.core.sharding import axis_sizes, layer_sharding, shard_bytes
+from uniap_jax.core.strategy import Strategy
 
 _KEYS = re.compile(r"[A-Za-z0-9_]+")
 
@@ -25,6 +30,37 @@ class StateBytes:
     work: tuple[float, ...]
     optimizer: tuple[float, ...]
     other: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shares:
+    """What each device holds of each of a layer's parameters, as a share of the whole."""
+
+    used: tuple[float, ...]
+    stored: tuple[float, ...]
+    grads: tuple[float, ...]
+    optimizer: tuple[float, ...]
+
+
+def layer_shares(graph: LayerGraph, layer: Layer, strategy: Strategy) -> Shares:
+    """The shares of a layer under a strategy.
+
+    Raises:
+        StrategyError: the strategy is illegal for the layer.
+    """
+    found = layer_sharding(graph, layer, strategy)
+    sizes = dict(axis_sizes(strategy.num_devices))
+    values = [graph.params[p] for p in layer.params]
+
+    def shares(specs: Sequence[PartitionSpec]) -> tuple[float, ...]:
+        return tuple(shard_bytes(v, s, sizes) / max(v.nbytes, 1) for v, s in zip(values, specs, strict=True))
+
+    return Shares(
+        used=shares(found.params),
+        stored=shares(found.stored),
+        grads=shares(found.grads),
+        optimizer=shares(found.optimizer),
+    )
 
 
 def state_bytes(graph: LayerGraph) -> StateBytes:

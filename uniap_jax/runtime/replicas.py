@@ -18,17 +18,14 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from uniap_jax.core.errors import TraceError
-from uniap_jax.core.graph import Layer, LayerGraph, Operand
-from uniap_jax.core.jaxprs import flatten, inner_jaxprs
+from uniap_jax.core.graph import LayerGraph, Operand
+from uniap_jax.core.replicated import reduces_once
 from uniap_jax.core.rewrite_layout import laid_out
 from uniap_jax.core.sharding import LayerSharding, assign_axes
 from uniap_jax.core.strategy import Strategy
 from uniap_jax.runtime.homes import Layout
 from uniap_jax.runtime.loss import combine, layer_function
 from uniap_jax.runtime.programs import constrain
-
-GROUPED = frozenset({"conv_general_dilated"})
-"""Operations that turn into slower ones when their parameters get a leading dimension; layers with them stay whole."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +94,7 @@ def replicas_of(layout: Layout, stage: int) -> Replicas:
     plan, graph = layout.plan, layout.graph
     mine = plan.stage_layers(stage)
     wanted = [
-        i for i in mine if plan.num_microbatches > 1 and _mappable(graph, graph.layers[i], plan.layers[i].strategy)
+        i for i in mine if plan.num_microbatches > 1 and reduces_once(graph, graph.layers[i], plan.layers[i].strategy)
     ]
     counts = {plan.layers[i].strategy.data for i in wanted}
     graphs = {n: seen for n in counts if (seen := _as_seen(graph, plan.num_microbatches * n)) is not None}
@@ -114,31 +111,12 @@ def _ways(strategy: Strategy) -> Ways:
     return Ways(count=strategy.data, axes=assign_axes(strategy, strategy.num_devices).data)
 
 
-def _mappable(graph: LayerGraph, layer: Layer, strategy: Strategy) -> bool:
-    """Whether a layer under a strategy can run replica by replica: nothing inside it is laid out over all axes."""
-    splits_batch_alone = strategy.data * strategy.fsdp == strategy.num_devices
-    return strategy.data > 1 and splits_batch_alone and _by_rows(graph, layer)
-
-
 def _as_seen(graph: LayerGraph, count: int) -> LayerGraph | None:
     """The graph at batch B/count; None where the step does other things with so few examples."""
     try:
         return graph.microbatch(count)
     except TraceError:
         return None
-
-
-def _by_rows(graph: LayerGraph, layer: Layer) -> bool:
-    """Whether all that a layer reads and writes has rows, but for results that nobody reads."""
-    read = {v for other in graph.layers for v in other.reads}
-    free = set(graph.results) - read
-    values = [graph.values[v] for v in (*layer.reads, *(w for w in layer.writes if w not in free))]
-    return all(v.batch_dim is not None for v in values) and not _has_grouped(layer.jaxpr)
-
-
-def _has_grouped(jaxpr: Any) -> bool:
-    eqns = flatten(jaxpr).eqns
-    return any(e.primitive.name in GROUPED or any(map(_has_grouped, inner_jaxprs(e))) for e in eqns)
 
 
 def run_stage(

@@ -148,12 +148,8 @@ class StrategySpace:
             self._same[key] = same_as(self._graph, layer, key[1]) or key[1]
         return replace(self._same[key], keep=strategy.keep)
 
-    @property
-    def note(self) -> str:
-        """How many strategies a layer has at most, and what was left out."""
-        sizes = list(self._found)
-        if not sizes:
-            return ""
-        found = self._found[max(sizes)]
-        told = "; ".join(f"{n}: {why}" for n, why in found.left_out)
-        return f"{len(found.listed)} strategies on {max(sizes)} devices; left out {told}." if told else ""
+    def note(self, num_devices: int) -> str:
+        """How many strategies a layer has at most on a sub-mesh, and what was left out."""
+        found = self.searched(num_devices)
+        told = "".join(f"; {n} left out: {why}" for n, why in found.left_out)
+        return f"{len(found.listed)} strategies are searched on {num_devices} devices{told}."

@@ -113,6 +113,7 @@ class TableModel:
             origin = f"Layer costs: {counts}; what is missing is described from {self.cluster.name}."
         return (
             origin,
+            self._space.note(self.num_devices),
             *self._refused,
             *self._describer.notes,
             *(self.profile.notes if self.profile else self.cluster.notes),

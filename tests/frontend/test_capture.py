@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -276,3 +279,24 @@ def test_a_learning_rate_beside_the_loss_is_not_replaced_by_it():
 
     graph = trace(step, params(), batch(), 0.1)
     assert graph.step.output_leaf == (0, 1, None)
+
+
+@pytest.mark.parametrize("kind", ["tree", "nnx"])
+def test_a_graph_keeps_none_of_the_arrays_it_was_traced_with(kind):
+    """On an accelerator they would be a second copy of the whole training state."""
+    model = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
+
+    def nnx_step(model, b):
+        loss, grads = nnx.value_and_grad(lambda m: ((m(b["x"]) - b["y"]) ** 2).mean())(model)
+        nnx.update(model, jax.tree.map(lambda a, d: a - 0.1 * d, nnx.state(model), grads))
+        return loss
+
+    state, step = (params(), sgd) if kind == "tree" else (model, nnx_step)
+    leaves = jax.tree.leaves(state if kind == "tree" else nnx.state(model))
+    dead = [weakref.ref(x) for x in leaves]
+    graph = trace(step, state, batch())
+    graph.microbatch(2)
+    del state, model, leaves
+    gc.collect()
+    assert [w() for w in dead] == [None] * len(dead)
+    assert graph.batch_size == 8

@@ -52,18 +52,7 @@ def trace(
     static_argnums = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
     arguments = Arguments(args, batch_argnums=batch_argnums, static_argnums=static_argnums)
     with no_mesh():
-        return _Tracer(train_step, args, arguments, batch_argnums, static_argnums).graph()
-
-
-def _resized(args: Sequence[Any], batch_argnums: Sequence[int], size: int) -> tuple[Any, ...]:
-    """The example call with another global batch."""
-    count = len(args)
-    cut = {a % count for a in batch_argnums}
-
-    def leaf(x: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype, weak_type=bool(getattr(x, "weak_type", False)))
-
-    return tuple(jax.tree.map(leaf, a) if i in cut else a for i, a in enumerate(args))
+        return _Tracer(train_step, arguments).graph()
 
 
 def _fingerprint(cut: Cut, params: Sequence[Value], step: Step) -> str:
@@ -94,16 +83,8 @@ class _Batching:
 class _Tracer:
     """One traced call; re-traces it at other batch sizes with the same cuts."""
 
-    def __init__(
-        self,
-        step: Callable[..., Any],
-        args: Sequence[Any],
-        arguments: Arguments,
-        batch: Sequence[int],
-        static: Sequence[int],
-    ) -> None:
-        self.step, self.args, self.arguments = step, args, arguments
-        self.batch_argnums, self.static_argnums = batch, static
+    def __init__(self, step: Callable[..., Any], arguments: Arguments) -> None:
+        self.step, self.arguments = step, arguments
         self.captured = capture(step, arguments)
         self.whole = split_step(self.captured)
         self.index = Var(jax.make_jaxpr(lambda i: i)(jax.ShapeDtypeStruct((), jnp.int32)).in_avals[0])
@@ -118,9 +99,7 @@ class _Tracer:
         self._lock = threading.Lock()
 
     def _retrace(self, size: int) -> SplitStep:
-        args = _resized(self.args, self.batch_argnums, size)
-        arguments = Arguments(args, batch_argnums=self.batch_argnums, static_argnums=self.static_argnums)
-        return split_step(capture(self.step, arguments))
+        return split_step(capture(self.step, self.arguments.resized(size)))
 
     def _batching(self) -> _Batching:
         """Kinds of all values, from a second trace at twice the batch."""

@@ -6,6 +6,7 @@ written into the user's own objects, as `nnx.jit` does. flax is not imported her
 
 from __future__ import annotations
 
+import copy
 import re
 import sys
 from collections.abc import Sequence
@@ -53,7 +54,7 @@ def abstract(leaf: Any, name: str) -> jax.ShapeDtypeStruct:
 
 
 class Arguments:
-    """The form of one call of the user's step: trees, which arguments are batch, which are static.
+    """The form of one call of the user's step: trees, which arguments are batch, which are static; no arrays.
 
     Args:
         args: an example call; arrays, `jax.ShapeDtypeStruct`s or Python numbers at the leaves.
@@ -87,6 +88,15 @@ class Arguments:
         self.batch_size = self._batch_size()
         self.num_state_args = len(self._state_args(args))
         self.out_tree: Any = None
+
+    def resized(self, size: int) -> Arguments:
+        """The same form of call with another global batch."""
+        found = copy.copy(self)
+        found.batch_size = size
+        found.batch = tuple(
+            jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype, weak_type=x.weak_type) for x in self.batch
+        )
+        return found
 
     def _state_args(self, args: Sequence[Any]) -> tuple[Any, ...]:
         return tuple(a for i, a in enumerate(args) if i not in self.batch_argnums and i not in self.static)

@@ -18,7 +18,7 @@ from uniap_jax.core.errors import TraceError
 from uniap_jax.core.graph import Layer, LayerGraph, Value
 from uniap_jax.core.machine import Cluster
 from uniap_jax.core.profile import LayerCost, Links, overlapped
-from uniap_jax.core.sharding import axis_sizes, layer_sharding, layer_splits, shard_bytes
+from uniap_jax.core.sharding import Splits, axis_sizes, layer_sharding, layer_splits, shard_bytes
 from uniap_jax.core.strategy import Strategy
 from uniap_jax.core.work import Pass, Work, measure_work
 
@@ -119,6 +119,8 @@ class Describer:
         self.splits, self._small, self.notes = _splits(self.graph)
         self._pieces = self._small.num_microbatches if self._small else 1
         self._work: dict[tuple[object, ...], tuple[Work, Work | None]] = {}
+        self._weights: dict[tuple[str, Strategy], ParamBytes] = {}
+        self._chosen: dict[tuple[str, Strategy], Splits] = {}
 
     def cost(self, layer: Layer, strategy: Strategy, *, samples: int, fused: bool) -> LayerCost:
         """One micro-batch of a layer.
@@ -133,7 +135,7 @@ class Describer:
             StrategyError: the strategy is illegal for this layer.
         """
         strategy = self._as_compiled(strategy, fused)
-        weights = param_bytes(self.graph, layer, strategy)
+        weights = self.weights(layer, strategy)
         full, small = self._counts(layer, strategy)
         local = _local(samples, strategy)
         forward = self._pass(full.forward, small.forward if small else None, local)
@@ -151,16 +153,30 @@ class Describer:
             + self._working_weights(strategy, weights, fused),
         )
 
+    def weights(self, layer: Layer, strategy: Strategy) -> ParamBytes:
+        """Bytes of a layer's parameters on one device; found out once for equal layers.
+
+        Raises:
+            StrategyError: the strategy is illegal for this layer.
+        """
+        key = (_kind(layer), replace(strategy, keep="all"))
+        if key not in self._weights:
+            self._weights[key] = param_bytes(self.graph, layer, strategy)
+        return self._weights[key]
+
     def _as_compiled(self, strategy: Strategy, fused: bool) -> Strategy:
         """XLA's CPU backend drops the barriers of `jax.checkpoint`: in one program it recomputes nothing."""
         dropped = fused and self.cluster.platform == "cpu" and strategy.keep != "all"
         return replace(strategy, keep="all") if dropped else strategy
 
     def _counts(self, layer: Layer, strategy: Strategy) -> tuple[Work, Work | None]:
-        splits = layer_splits(self.graph, layer, strategy)
+        plain = _kind(layer), replace(strategy, keep="all")
+        if plain not in self._chosen:
+            self._chosen[plain] = layer_splits(self.graph, layer, strategy)
+        splits = self._chosen[plain]
         chosen = splits.tensor  # the degree itself changes no count, only what is split
         which = (chosen.params, chosen.views, splits.sequence, splits.expert, splits.along_tensor)
-        key = (layer.signature or str(layer.index), strategy.keep, strategy.tensor > 1, which)
+        key = (_kind(layer), strategy.keep, strategy.tensor > 1, which)
         if key not in self._work:
             full = measure_work(layer, keep=strategy.keep, tensor=strategy.tensor, splits=splits)
             small = None
@@ -203,7 +219,7 @@ class Describer:
             StrategyError: the strategy is illegal for this layer.
         """
         strategy = self._as_compiled(strategy, fused)
-        weights = param_bytes(self.graph, layer, strategy)
+        weights = self.weights(layer, strategy)
         full, small = self._counts(layer, strategy)
         local = _local(samples, strategy)
         passes = [
@@ -314,6 +330,10 @@ class Describer:
 def _local(samples: int, strategy: Strategy) -> float:
     """Samples' worth of activations on a device: context ways share each sample's positions."""
     return samples / (strategy.batch_ways * strategy.context)
+
+
+def _kind(layer: Layer) -> str:
+    return layer.signature or str(layer.index)
 
 
 def batch_bytes(values: tuple[Value, ...], ways: int) -> float:

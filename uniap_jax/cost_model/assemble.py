@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from uniap_jax.core.costs import Candidate, CostTables
-from uniap_jax.core.described import Describer, batch_bytes, cut_batch, divisors, param_bytes
+from uniap_jax.core.described import Describer, batch_bytes, cut_batch, divisors
 from uniap_jax.core.equal_costs import EqualTables
 from uniap_jax.core.errors import StrategyError
 from uniap_jax.core.graph import Layer, LayerGraph
@@ -69,6 +69,7 @@ class TableModel:
         self._costs: dict[tuple[str, Strategy, int, bool], LayerCost] = {}
         self._shares: dict[tuple[str, Strategy], Shares] = {}
         self._once: dict[tuple[str, Strategy], bool] = {}
+        self._updates: dict[tuple[int, Strategy], float] = {}
         self._space = StrategySpace(self.graph, keeps)
         self._equal = EqualModel(self)
 
@@ -300,6 +301,12 @@ class TableModel:
 
     def _update_s(self, layer: Layer, strategy: Strategy) -> float:
         """Optimizer update: parameter and state read and written, gradient read; ZeRO 1 and 2 gather afterwards."""
+        key = (layer.index, replace(strategy, keep="all"))
+        if key not in self._updates:
+            self._updates[key] = self._described_update_s(layer, key[1])
+        return self._updates[key]
+
+    def _described_update_s(self, layer: Layer, strategy: Strategy) -> float:
         shares = self._sharding(layer, strategy)
         moved = leaves = 0.0
         for i, p in enumerate(layer.params):
@@ -312,7 +319,7 @@ class TableModel:
         )
         seconds = moved / rate + leaves * self.cluster.op_overhead_s
         if strategy.fsdp > 1 and strategy.zero < 3:
-            weights = param_bytes(self.graph, layer, strategy)
+            weights = self._describer.weights(layer, strategy)
             seconds += self._links.time_s("all_gather", weights.used, strategy.fsdp, strategy.tensor)
         return seconds
 

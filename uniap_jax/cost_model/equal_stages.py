@@ -304,7 +304,7 @@ class EqualStages:
             split = self._stages if any(size % self._stages == 0 for size in value.shape) else 1
             kept += (state.param[p] * shares.stored[i] + state.optimizer[p] * shares.optimizer[i]) / split
             grads += _summed(value) * shares.grads[i] / split
-        weights = param_bytes(self._model.graph, layer, strategy)
+        weights = self._model._describer.weights(layer, strategy)
         return kept, weights.used, grads, weights.full_grads
 
     def _mine(self, layer: Layer, param: int) -> bool:

@@ -34,10 +34,11 @@ from flax.training import train_state
 
 import uniap_jax as uniap
 from benchmarks import by_hand
-from benchmarks.by_hand import ByHand, peak_bytes, program_bytes
+from benchmarks.by_hand import ByHand, peak_bytes
 from benchmarks.markdown import head, made_on, row, say
 from uniap_jax import demo_gpt
 from uniap_jax.core.errors import UniapError
+from uniap_jax.runtime.stage_memory import stage_peaks
 
 SCRIPTS = Path(__file__).parent.parent / "tests" / "models" / "scripts"
 Built = tuple[Any, Callable[..., Any], Any]
@@ -130,12 +131,6 @@ def planned(built: Built, budget_s: float, memory_limit: str | int) -> tuple[Any
     return step.plan, ByHand(step=step, state=placed, batch=batch)
 
 
-def plan_peak_bytes(made: ByHand) -> int:
-    """The largest program of the plan, on one device."""
-    analyses = made.step.memory_analysis()
-    return max(program_bytes(a) for a in (analyses.values() if isinstance(analyses, dict) else [analyses]))
-
-
 def time_in_turns(runs: dict[str, ByHand], rounds: int) -> dict[str, float]:
     """Median seconds per step; the first round warms up."""
     states = {name: run.state for name, run in runs.items()}
@@ -170,6 +165,8 @@ def compare(name: str, rounds: int, budget_s: float) -> float | None:
     cells = [f"{medians[n] * 1e3:.0f}" if n in medians else _why_not(n, hands, peaks, limit) for n in hands]
     strategies = sorted({str(layer.strategy) for layer in plan.layers})
     text = f"P={plan.num_stages}, c={plan.num_microbatches}: {'; '.join(strategies)}"
+    if isinstance(limit, int):
+        text += f"; compiled peak {max(stage_peaks(made.step)) / 2**20:.0f} of {limit / 2**20:.0f} MiB"
     ratio = None if best is None else medians["plan"] / best
     row(name, *cells, f"{medians['plan'] * 1e3:.0f}", "-" if ratio is None else f"{ratio:.2f}", text)
     return ratio

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -24,6 +25,10 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["NPROC"] = "64"
 # Child processes import this tree, from whatever folder they run in.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
+
+# A busy machine is no fault of the code: an example may take as long as it takes.
+settings.register_profile("patient", deadline=None)
+settings.load_profile("patient")
 
 if "jax" in sys.modules:
     import jax

@@ -94,7 +94,7 @@ def test_what_the_compiler_cannot_fit_is_a_fact_other_failures_are_notes(graph, 
         def fail(case, arrays, message=message):
             raise jax.errors.JaxRuntimeError(message)
 
-        monkeypatch.setattr("uniap_jax.profiler.compiled.compile_fused", fail)
+        monkeypatch.setattr("uniap_jax.profiler.probe.compile_fused", fail)
         cost = compiler.measure(entry)
         assert (cost.origin if cost else None) == origin
         assert bool(compiler.notes) == (origin is None)

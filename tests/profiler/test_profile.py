@@ -85,7 +85,7 @@ def test_out_of_memory_is_a_fact_other_failures_are_notes(graph, tmp_path, monke
         def fail(case, arrays, message=message):
             raise jax.errors.JaxRuntimeError(message)
 
-        monkeypatch.setattr("uniap_jax.profiler.measure.compile_fused", fail)
+        monkeypatch.setattr("uniap_jax.profiler.probe.compile_fused", fail)
         cost = measurer.measure(entry)
         assert (cost.origin if cost else None) == origin
         assert bool(measurer.notes) == (origin is None)

@@ -8,24 +8,20 @@ that run beside kernels are hidden by them as far as they reach. No clock has co
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from uniap_jax.core.described import Describer
-from uniap_jax.core.errors import ProfileError, TraceError
 from uniap_jax.core.machine import Cluster
 from uniap_jax.core.profile import LayerCost, Links, overlapped
-from uniap_jax.core.sharding import make_mesh
 from uniap_jax.profiler.cache import Cache
 from uniap_jax.profiler.hlo import Program, read_program
-from uniap_jax.profiler.measure import OUT_OF_MEMORY, does_not_fit, edge_bytes, memory_parts
 from uniap_jax.profiler.order import Entry
-from uniap_jax.profiler.programs import Case, Direction, compile_fused, compile_split
-from uniap_jax.profiler.window import window_bytes
+from uniap_jax.profiler.probe import Prober, memory_parts
+from uniap_jax.profiler.programs import Direction
 
 CLOCK_SIZE = 4096
 """Rows and columns of the matrix product whose time is known, to learn how long the compiler's cycle is."""
@@ -98,97 +94,36 @@ def measure_cycle(cluster: Cluster, devices: Sequence[Any], cache: Cache) -> flo
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Compiler:
+class Compiler(Prober):
     """Finds costs of entries by compiling them.
 
     Attributes:
-        describer: of the graph; says what part of the collectives is gradient synchronisation.
         devices: of one stage, in the cluster's order, by the number of stages.
         cycle_s: seconds of one of the compiler's cycles.
-        cache: of earlier results.
-        notes: what could not be compiled, one sentence each.
     """
 
-    describer: Describer
+    verb = "compiled"
+    what = "compiled layer"
     devices: Mapping[int, Sequence[Any]]
     cycle_s: float
-    cache: Cache
-    notes: dict[str, None] = field(default_factory=dict)
 
-    def facts(self, entry: Entry) -> dict[str, Any]:
-        """The cache key of an entry."""
-        graph = self.describer.graph
-        layer = graph.layers[entry.layer]
-        return {
-            "what": "compiled layer",
-            "signature": layer.signature,
-            "shapes": [f"{a.shape}{a.dtype}" for a in layer.jaxpr.in_avals],
-            "batch": graph.batch_size,
-            "strategy": str(entry.strategy),
-            "stages": entry.num_stages,
-            "microbatches": entry.num_microbatches,
-            **compiler_facts(self.describer.cluster, self.devices[entry.num_stages]),
-        }
+    def stage(self, entry: Entry) -> Sequence[Any]:
+        """A topology of its own."""
+        return self.devices[entry.num_stages]
 
-    def known(self, entry: Entry) -> LayerCost | None:
-        """What the cache has."""
-        numbers = self.cache.get(self.facts(entry))
-        if numbers is None:
-            return None
-        try:
-            return self._cost(entry, numbers)
-        except (KeyError, TypeError, ValueError) as error:
-            self.notes[f"a cached result for {entry.strategy} was refused ({error}) and made again"] = None
-            return None
+    def surroundings(self, entry: Entry) -> dict[str, Any]:
+        """The compiler and what it compiles for."""
+        return compiler_facts(self.describer.cluster, self.stage(entry))
 
-    def measure(self, entry: Entry) -> LayerCost | None:
-        """Compiles an entry; None where the compiler refuses, with a note."""
-        try:
-            numbers = self._numbers(entry)
-        except jax.errors.JaxRuntimeError as error:
-            if OUT_OF_MEMORY not in str(error):
-                self._note(entry, str(error).splitlines()[0])
-                return None
-            numbers = {"does_not_fit": True}
-        except TraceError as error:
-            self._note(entry, str(error))
-            return None
-        try:
-            cost = self._cost(entry, numbers)
-        except ProfileError as error:
-            self._note(entry, str(error))
-            return None
-        self.cache.put(self.facts(entry), numbers)
-        return cost
+    def times(self, programs: Sequence[Direction]) -> dict[str, Any]:
+        """Read off the optimised HLO."""
+        read = [read_program(p.compiled.as_text()) for p in programs]
+        times = [program_seconds(r, self.describer.cluster, self.describer.links, self.cycle_s) for r in read]
+        return {"kernels": [t.kernels_s for t in times], "collectives": [t.collectives_s for t in times]}
 
-    def _note(self, entry: Entry, why: str) -> None:
-        name = self.describer.graph.layers[entry.layer].name
-        self.notes[f"Layer {name} under {entry.strategy} could not be compiled: {why}."] = None
-
-    def _numbers(self, entry: Entry) -> dict[str, Any]:
-        graph = self.describer.graph
-        cut = graph if entry.num_microbatches == 1 else graph.microbatch(entry.num_microbatches)
-        mesh = make_mesh(list(self.devices[entry.num_stages]))
-        case = Case(graph=cut, layer=cut.layers[entry.layer], strategy=entry.strategy, mesh=mesh)
-        programs = compile_fused(case, None) if entry.num_stages == 1 else compile_split(case, None)
-        times = [self._seconds(p) for p in programs]
-        return {
-            "kernels": [t.kernels_s for t in times],
-            "collectives": [t.collectives_s for t in times],
-            "memory": [p.memory for p in programs],
-            **edge_bytes(case),
-            "window": window_bytes(case, entry.num_microbatches) if entry.num_stages == 1 else (0.0, 0.0),
-        }
-
-    def _seconds(self, program: Direction) -> Seconds:
-        read = read_program(program.compiled.as_text())
-        return program_seconds(read, self.describer.cluster, self.describer.links, self.cycle_s)
-
-    def _cost(self, entry: Entry, numbers: dict[str, Any]) -> LayerCost:
-        layer, fused = self.describer.graph.layers[entry.layer], entry.num_stages == 1
-        told = self.describer.cost(layer, entry.strategy, samples=entry.key.samples, fused=fused)
-        if numbers.get("does_not_fit"):
-            return does_not_fit(told)
+    def cost(self, entry: Entry, numbers: dict[str, Any], told: LayerCost) -> LayerCost:
+        """As compiled."""
+        fused = entry.num_stages == 1
         kernels, collectives = numbers["kernels"], numbers["collectives"]
         sync = min(told.sync_s, collectives[-1])  # gradients meet at the end of the backward
         total = sum(kernels) + sum(collectives) - sync

@@ -12,18 +12,15 @@ import jax
 import msgspec
 
 from uniap_jax.core.described import Describer
-from uniap_jax.core.errors import ProfileError, TraceError
 from uniap_jax.core.machine import usable_cores
 from uniap_jax.core.profile import LayerCost, LinkFit, Links, Rates
-from uniap_jax.core.sharding import axis_sizes, make_mesh, shard_bytes
+from uniap_jax.core.sharding import axis_sizes
 from uniap_jax.profiler import links
 from uniap_jax.profiler.cache import Cache
 from uniap_jax.profiler.order import Entry
-from uniap_jax.profiler.programs import Arrays, Case, compile_fused, compile_split
+from uniap_jax.profiler.probe import Prober, memory_parts
+from uniap_jax.profiler.programs import Arrays, Direction
 from uniap_jax.profiler.timing import Timing, time_program
-from uniap_jax.profiler.window import window_bytes
-
-OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
 
 
 def machine_facts(devices: Sequence[Any]) -> dict[str, Any]:
@@ -107,91 +104,40 @@ def _rates(devices: Sequence[Any], stages: Sequence[int], cache: Cache) -> Rates
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Measurer:
-    """Measures entries and remembers what went wrong.
+class Measurer(Prober):
+    """Finds costs of entries by running them.
 
     Attributes:
-        describer: of the graph; says what part of a measured total is gradient synchronisation.
         devices: all of them, in order.
         rates: of the machine: contention turns a stage alone into a stage among busy ones.
-        cache: of earlier measurements.
-        notes: what could not be measured, one sentence each.
     """
 
-    describer: Describer
+    verb = "measured"
+    what = "layer"
     devices: Sequence[Any]
     rates: Rates
-    cache: Cache
-    notes: dict[str, None] = field(default_factory=dict)
-    _arrays: Arrays = field(default_factory=Arrays)
+    arrays: Arrays | None = field(default_factory=Arrays)
 
-    def facts(self, entry: Entry) -> dict[str, Any]:
-        """The cache key of an entry."""
-        graph = self.describer.graph
-        layer = graph.layers[entry.layer]
-        return {
-            "what": "layer",
-            "signature": layer.signature,
-            "shapes": [f"{a.shape}{a.dtype}" for a in layer.jaxpr.in_avals],
-            "batch": graph.batch_size,
-            "strategy": str(entry.strategy),
-            "stages": entry.num_stages,
-            "microbatches": entry.num_microbatches,
-            **machine_facts(self.devices),
-        }
+    def stage(self, entry: Entry) -> Sequence[Any]:
+        """The first of the devices."""
+        return self.devices[: len(self.devices) // entry.num_stages]
 
-    def known(self, entry: Entry) -> LayerCost | None:
-        """What the cache has."""
-        numbers = self.cache.get(self.facts(entry))
-        if numbers is None:
-            return None
-        try:
-            return self._cost(entry, numbers)
-        except (KeyError, TypeError, ProfileError) as error:
-            self.notes[f"a cached measurement of {entry.strategy} was refused ({error}) and made again"] = None
-            return None
+    def surroundings(self, entry: Entry) -> dict[str, Any]:
+        """The machine."""
+        return machine_facts(self.devices)
 
-    def measure(self, entry: Entry) -> LayerCost | None:
-        """Compiles and times an entry; None where it cannot be compiled or run, with a note."""
-        try:
-            numbers = self._numbers(entry)
-        except jax.errors.JaxRuntimeError as error:
-            if OUT_OF_MEMORY not in str(error):
-                self._note(entry, str(error).splitlines()[0])
-                return None
-            numbers = {"does_not_fit": True}
-        except TraceError as error:
-            self._note(entry, str(error))
-            return None
-        self.cache.put(self.facts(entry), numbers)
-        return self._cost(entry, numbers)
-
-    def _note(self, entry: Entry, why: str) -> None:
-        name = self.describer.graph.layers[entry.layer].name
-        self.notes[f"Layer {name} under {entry.strategy} could not be measured: {why}."] = None
-
-    def _numbers(self, entry: Entry) -> dict[str, Any]:
-        graph = self.describer.graph
-        cut = graph if entry.num_microbatches == 1 else graph.microbatch(entry.num_microbatches)
-        mesh = make_mesh(list(self.devices[: len(self.devices) // entry.num_stages]))
-        case = Case(graph=cut, layer=cut.layers[entry.layer], strategy=entry.strategy, mesh=mesh)
-        programs = compile_fused(case, self._arrays) if entry.num_stages == 1 else compile_split(case, self._arrays)
+    def times(self, programs: Sequence[Direction]) -> dict[str, Any]:
+        """By the clock."""
         timings = [time_program(p) for p in programs]
         return {
             "seconds": [t.median_s for t in timings],
             "spread": [t.spread for t in timings],
             "runs": [t.runs for t in timings],
-            "memory": [p.memory for p in programs],
-            **edge_bytes(case),
-            "window": window_bytes(case, entry.num_microbatches) if entry.num_stages == 1 else (0.0, 0.0),
         }
 
-    def _cost(self, entry: Entry, numbers: dict[str, Any]) -> LayerCost:
-        layer, fused = self.describer.graph.layers[entry.layer], entry.num_stages == 1
-        told = self.describer.cost(layer, entry.strategy, samples=entry.key.samples, fused=fused)
-        if numbers.get("does_not_fit"):
-            return does_not_fit(told)
-        busy = self.rates.slowdown(entry.num_stages)
+    def cost(self, entry: Entry, numbers: dict[str, Any], told: LayerCost) -> LayerCost:
+        """As measured, of a stage among busy ones."""
+        fused, busy = entry.num_stages == 1, self.rates.slowdown(entry.num_stages)
         timings = [
             Timing(median_s=float(s) * busy, spread=float(d), runs=int(r))
             for s, d, r in zip(numbers["seconds"], numbers["spread"], numbers["runs"], strict=True)
@@ -212,37 +158,6 @@ class Measurer:
             spread=max(t.spread for t in timings),
             runs=min(t.runs for t in timings),
         )
-
-
-def does_not_fit(told: LayerCost) -> LayerCost:
-    """The entry of a strategy that ran out of memory: as described, and not allowed."""
-    return replace(told, origin="does_not_fit")
-
-
-def edge_bytes(case: Case) -> dict[str, float]:
-    """Bytes per device of what the layer reads and writes, as laid out."""
-    sizes, where = {name: int(size) for name, size in case.mesh.shape.items()}, case.sharding()
-
-    def total(values: Sequence[int], specs: Sequence[Any]) -> float:
-        return float(sum(shard_bytes(case.graph.values[v], s, sizes) for v, s in zip(values, specs, strict=True)))
-
-    return {"reads": total(case.layer.reads, where.reads), "writes": total(case.layer.writes, where.writes)}
-
-
-def memory_parts(numbers: dict[str, Any], told: LayerCost, fused: bool) -> tuple[float, float]:
-    """(kept, working) bytes from the compiler's figures; as described where it gives none.
-
-    Of one program the compiler says the sum; what a further equal layer does not add is working memory.
-    """
-    memory = numbers["memory"]
-    if not all(memory):
-        return told.kept_bytes, told.transient_bytes
-    if fused:
-        temporaries, (slope, rest) = memory[0]["temporaries"], numbers["window"]
-        kept = min(told.kept_bytes, temporaries)
-        return kept, float(rest) if slope else temporaries - kept
-    kept = max(0.0, memory[0]["outputs"] - numbers["writes"]) + numbers["reads"]  # the backward reads its inputs again
-    return kept, max(m["temporaries"] for m in memory)
 
 
 def measured_describer(describer: Describer, fits: Sequence[LinkFit], rates: Rates) -> Describer:

@@ -5,32 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from typing import Protocol
 
-from uniap_jax.core.described import Describer
 from uniap_jax.core.profile import Key, LayerCost
 from uniap_jax.profiler.order import Entry
+from uniap_jax.profiler.probe import Prober
 
 Progress = Callable[[int, int, str], None]
 RECENT = 5
 """How many of the latest durations say how long the next entry will take."""
-
-
-class Prober(Protocol):
-    """What finds the cost of an entry: `Measurer` by running it, `Compiler` by compiling it."""
-
-    @property
-    def describer(self) -> Describer:
-        """Of the graph."""
-        ...
-
-    def known(self, entry: Entry) -> LayerCost | None:
-        """What the cache has."""
-        ...
-
-    def measure(self, entry: Entry) -> LayerCost | None:
-        """The cost, kept in the cache; None where there is none, with a note."""
-        ...
 
 
 def run_entries(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,8 @@ os.environ["NPROC"] = "64"
 # Child processes import this tree, from whatever folder they run in.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
 
+# Hypothesis writes down source paths of this machine; they are no part of the tree.
+os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", str(Path(tempfile.gettempdir()) / "uniap-jax-hypothesis"))
 # A busy machine is no fault of the code: an example may take as long as it takes.
 settings.register_profile("patient", deadline=None)
 settings.load_profile("patient")

@@ -147,19 +147,23 @@ def test_illegal_strategies_say_why(model):
     assert not tables.allowed[1, tables.strategies.index(Strategy(data=8))]
 
 
-def test_measured_numbers_replace_described_ones(graph):
+def with_one_entry(graph, strategy, *, samples=cost_support.BATCH, sync_s=0.5, origin="measured"):
+    """A model on the devices here that knows three seconds of one kind of layer, and describes the rest."""
     cluster = local_cluster()
-    layer = graph.layers[1]
-    cost = LayerCost(forward_s=1.0, backward_s=2.0, sync_s=0.5, kept_bytes=64.0, transient_bytes=0.0, origin="measured")
+    cost = LayerCost(forward_s=1.0, backward_s=2.0, sync_s=sync_s, kept_bytes=64.0, transient_bytes=0.0, origin=origin)
     profile = Profile(
         source="measured",
         graph_fingerprint=graph.fingerprint,
         device_kind=cluster.kind,
         num_devices=8,
         batch_size=cost_support.BATCH,
-        entries=((Key(signature=layer.signature, strategy="data=8", samples=cost_support.BATCH), cost),),
+        entries=((Key(signature=graph.layers[1].signature, strategy=str(strategy), samples=samples), cost),),
     )
-    model = estimate(graph, cluster, profile)
+    return estimate(graph, cluster, profile)
+
+
+def test_measured_numbers_replace_described_ones(graph):
+    model = with_one_entry(graph, "data=8")
     tables = model.tables(Candidate(num_stages=1, num_microbatches=1))
     k = tables.strategies.index(Strategy(data=8))
     assert tables.time_s[1, 0, k] == pytest.approx(3.5)
@@ -171,22 +175,9 @@ def test_measured_numbers_replace_described_ones(graph):
     ("strategy", "per_step"), [(Strategy(data=4), True), (Strategy(fsdp=4), False), (Strategy(data=2, tensor=2), False)]
 )
 def test_gradients_meet_once_per_step_where_the_runtime_adds_them_up_apart(graph, strategy, per_step):
-    cluster = local_cluster()
-
     def tables(sync_s):
-        cost = LayerCost(
-            forward_s=1.0, backward_s=2.0, sync_s=sync_s, kept_bytes=64.0, transient_bytes=0.0, origin="measured"
-        )
-        key = Key(signature=graph.layers[1].signature, strategy=str(strategy), samples=cost_support.BATCH // 2)
-        profile = Profile(
-            source="measured",
-            graph_fingerprint=graph.fingerprint,
-            device_kind=cluster.kind,
-            num_devices=8,
-            batch_size=cost_support.BATCH,
-            entries=((key, cost),),
-        )
-        return estimate(graph, cluster, profile).tables(Candidate(num_stages=2, num_microbatches=2))
+        model = with_one_entry(graph, strategy, samples=cost_support.BATCH // 2, sync_s=sync_s)
+        return model.tables(Candidate(num_stages=2, num_microbatches=2))
 
     without, with_sync = tables(0.0), tables(0.5)
     column = without.strategies.index(strategy)
@@ -207,20 +198,8 @@ def test_a_profile_of_another_model_is_refused(graph):
 
 
 def test_a_strategy_that_ran_out_of_memory_is_not_allowed(graph):
-    cluster = local_cluster()
-    cost = LayerCost(
-        forward_s=1.0, backward_s=2.0, sync_s=0.5, kept_bytes=64.0, transient_bytes=0.0, origin="does_not_fit"
-    )
-    key = Key(signature=graph.layers[1].signature, strategy="data=8", samples=cost_support.BATCH)
-    profile = Profile(
-        source="measured",
-        graph_fingerprint=graph.fingerprint,
-        device_kind=cluster.kind,
-        num_devices=8,
-        batch_size=cost_support.BATCH,
-        entries=((key, cost),),
-    )
-    tables = estimate(graph, cluster, profile).tables(Candidate(num_stages=1, num_microbatches=1))
+    model = with_one_entry(graph, "data=8", origin="does_not_fit")
+    tables = model.tables(Candidate(num_stages=1, num_microbatches=1))
     k = tables.strategies.index(Strategy(data=8))
     assert not tables.allowed[1, k]
     assert tables.allowed[0, k]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -221,8 +221,3 @@ def t5(num_blocks: int) -> tuple[tuple[int, int], ...]:
     """Skips of an encoder-decoder: the last encoder block feeds every decoder block."""
     last = num_blocks // 2
     return tuple((last, v) for v in range(last + 2, num_blocks + 1))
-
-
-def perturbed(chain: LlamaChain, noise: float) -> LlamaChain:
-    """The same chain with blocks that differ a little."""
-    return replace(chain, noise=noise)

@@ -213,7 +213,7 @@ def memory(rounds: int) -> None:
     """Peak memory of a device: as planned from a measured profile, as compiled, as live in a step."""
     del rounds
     state, train_step, batch = demo_gpt.build()
-    shapes = jax.eval_shape(lambda: state)
+    shapes = jax.eval_shape(lambda x: x, state)
     graph = uniap.trace(train_step, shapes, batch)
     del state
     say("\n## Peak memory of a device, MiB")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import numpy as np
 import pytest
@@ -10,7 +11,15 @@ import pytest
 from uniap_jax.core.costs import Candidate
 from uniap_jax.core.equal_costs import EqualTables, evaluate_equal, num_ticks, quick_bound
 from uniap_jax.planner.clock import Clock
-from uniap_jax.planner.equal_stages import best_choice, brute_force_equal, search_equal
+from uniap_jax.planner.equal_stages import best_choice, search_equal
+
+
+def brute_force_equal(tables: EqualTables) -> tuple[int, ...] | None:
+    """Every choice priced by the referee; the oracle of small instances."""
+    choices: Iterable[tuple[int, ...]] = np.ndindex(*(len(tables.strategies or tables.pass_s),) * tables.num_rows)
+    priced = [(evaluate_equal(tables, c), c) for c in choices]
+    possible = [(p.step_time_s, c) for p, c in priced if p.feasible and math.isfinite(p.step_time_s)]
+    return min(possible, default=(0.0, None))[1]
 
 
 def random_tables(seed: int, candidate: Candidate | None = None) -> EqualTables:

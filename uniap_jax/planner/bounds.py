@@ -24,31 +24,6 @@ from uniap_jax.planner.multipliers import Multipliers
 _Scalar = TypeVar("_Scalar", bound=np.generic)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Potentials:
-    """Shortest Lagrangian distances; with them any partial plan knows the least it can lead to.
-
-    Attributes:
-        multipliers: that they belong to.
-        lower: bound of the candidate, seconds.
-        constant: sum of memory prices × capacities, taken off every path.
-        node: [layers, stages, strategies] Lagrangian cost of a node.
-        start: [layers, stages, strategies] distance to a stage that starts at the layer, without the node.
-        after: [layers, stages, strategies] distance from a node to the end, without the node.
-        exit: [layers, stages, strategies] same, where the stage ends at the node.
-        through: [layers, stages, strategies] least bound of a plan that uses the node.
-    """
-
-    multipliers: Multipliers
-    lower: float
-    constant: float
-    node: FloatArray
-    start: FloatArray
-    after: FloatArray
-    exit: FloatArray
-    through: FloatArray
-
-
 def _narrow(array: NDArray[_Scalar]) -> NDArray[_Scalar]:
     """One entry of every axis along which a broadcast view repeats itself."""
     return array[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in array.strides)]
@@ -123,43 +98,6 @@ def _forward(chain: Chain, prices: Multipliers, node: FloatArray) -> tuple[Float
             start[u, first:hi] = moved.min(axis=1)
         reach[u, lo:hi] = np.minimum(stay, start[u, lo:hi]) + node[u, lo:hi]
     return reach, start
-
-
-def _backward(chain: Chain, prices: Multipliers, node: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """Distances from every node to the end (without it), in general and where the stage ends there."""
-    num_layers, num_stages, _ = chain.shape
-    inside, between = (1 + prices.time)[:, None, None], (1 + prices.link)[:, None, None]
-    after, leave = np.full(chain.shape, np.inf), np.full(chain.shape, np.inf)
-    after[-1, -1] = leave[-1, -1] = 0.0
-    for u in range(num_layers - 2, -1, -1):
-        lo, hi = max(0, num_stages - (num_layers - u)), min(num_stages, u + 1)
-        rest = node[u + 1] + after[u + 1]
-        stay = (rest[lo:hi, None, :] + inside[lo:hi] * chain.reshard[u]).min(axis=2)
-        last = min(hi, num_stages - 1)
-        if lo < last:
-            moved = rest[lo + 1 : last + 1, None, :] + between[lo:last] * chain.cross[u]
-            leave[u, lo:last] = moved.min(axis=2)
-        after[u, lo:hi] = np.minimum(stay, leave[u, lo:hi])
-    return after, leave
-
-
-def potentials(chain: Chain, prices: Multipliers) -> Potentials:
-    """Distances in both directions under given prices."""
-    node = _node_costs(chain, prices)
-    reach, start = _forward(chain, prices, node)
-    after, leave = _backward(chain, prices, node)
-    constant = float(prices.memory @ chain.capacity)
-    through = reach + after - constant
-    return Potentials(
-        multipliers=prices,
-        lower=float(through[0].min()),
-        constant=constant,
-        node=node,
-        start=start,
-        after=after,
-        exit=leave,
-        through=through,
-    )
 
 
 def _path(chain: Chain, prices: Multipliers, node: FloatArray, reach: FloatArray) -> tuple[list[int], list[int]]:

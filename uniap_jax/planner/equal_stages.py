@@ -9,7 +9,7 @@ not depend on what was dropped.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -148,11 +148,3 @@ def _leanest(tables: EqualTables) -> float:
     memory = np.where(tables.allowed, tables.memory_bytes, np.inf)
     transient = np.where(tables.allowed, tables.transient_bytes, np.inf)
     return tables.base_bytes + float(memory.min(axis=1).sum()) + float(transient.min(axis=1).max())
-
-
-def brute_force_equal(tables: EqualTables) -> tuple[int, ...] | None:
-    """Every choice priced by the referee; the oracle of small instances."""
-    choices: Iterable[tuple[int, ...]] = np.ndindex(*(len(tables.strategies or tables.pass_s),) * tables.num_rows)
-    priced = [(evaluate_equal(tables, c), c) for c in choices]
-    possible = [(p.step_time_s, c) for p, c in priced if p.feasible and math.isfinite(p.step_time_s)]
-    return min(possible, default=(0.0, None))[1]

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from uniap_jax.core.graph import Value
 from uniap_jax.core.jax_compat import ClosedJaxpr, Var
-from uniap_jax.core.jaxprs import close, live_eqns, open_jaxpr
+from uniap_jax.core.jaxprs import open_jaxpr
 
 
 class Program:
@@ -130,9 +130,3 @@ def as_function(jaxpr: ClosedJaxpr, inputs: Sequence[Var], consts: dict[Var, Any
 def _constant(array: Any) -> Any:
     """A constant free of the device that it happened to be made on."""
     return array if is_key(array.dtype) else np.asarray(array)
-
-
-def prune(jaxpr: ClosedJaxpr, wanted: Sequence[Any], invars: Sequence[Var]) -> ClosedJaxpr:
-    """The part of a jaxpr that computes some of its variables, with the same inputs."""
-    kept, _ = live_eqns(open_jaxpr(jaxpr).eqns, wanted)
-    return close(invars, wanted, kept)

@@ -10,7 +10,7 @@ is no worse in all three sums. Nothing else is dropped, so the columns hold an o
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -87,7 +87,17 @@ class _Labels:
         return len(self.stage)
 
     def take(self, index: NDArray[np.generic]) -> _Labels:
-        return _Labels(*(getattr(self, f.name)[index] for f in fields(self)))
+        return _Labels(
+            stage=self.stage[index],
+            node=self.node[index],
+            entry=self.entry[index],
+            strategy=self.strategy[index],
+            parent=self.parent[index],
+            time=self.time[index],
+            iteration=self.iteration[index],
+            memory=self.memory[index],
+            least=self.least[index],
+        )
 
 
 def _steps(values: FloatArray) -> FloatArray:
@@ -281,28 +291,37 @@ class _Growth:
         ) * num_strategies + leave
         return labels.take(_front(group, labels, three=self.chain.has_iteration))
 
-    def ended(self, level: _Level, labels: _Labels) -> tuple[NDArray[np.generic], ...]:
-        """Labels whose stage may end here, once for every place of their node, as fields of `Columns`."""
-        leave = self.chain.out_class[level.layer[labels.node], labels.strategy]
-        num_strategies = self.chain.shape[2]
-        group = (
-            (labels.stage * len(level.layer) + labels.node) * num_strategies + labels.entry
-        ) * num_strategies + leave
+    def ended(self, levels: list[_Level], grown: list[_Labels]) -> tuple[NDArray[np.generic], ...]:
+        """Labels whose stage may end at their length, once for every place of their node, as fields of `Columns`."""
+        offset = np.cumsum([0, *(len(x.layer) for x in levels[:-1])])
+        layer = np.concatenate([x.layer for x in levels])
+        places = np.concatenate([x.node[x.order] + o for x, o in zip(levels, offset, strict=True)])
+        starts = np.concatenate([x.order for x in levels])
+        node = np.concatenate([x.node + o for x, o in zip(grown, offset, strict=True)])
+        length = np.repeat([x.length for x in levels], [len(x) for x in grown])
+        label = np.concatenate([np.arange(len(x)) for x in grown])
+        stage, entry, strategy, time, iteration = (
+            np.concatenate([getattr(x, name) for x in grown])
+            for name in ("stage", "entry", "strategy", "time", "iteration")
+        )
+        _, num_stages, num_strategies = self.chain.shape
+        leave = self.chain.out_class[layer[node], strategy]
+        group = ((node * num_stages + stage) * num_strategies + entry) * num_strategies + leave
         # memory has done its work: between the same ends only the fast ones matter
-        best = np.sort(front_of_two(group, labels.time, labels.iteration))
-        row, place = _pairs(labels.node[best], level.node[level.order])
-        index, first = best[row], level.order[place]
-        keep = np.flatnonzero(self.guide.allowed[labels.stage[index], first, level.length])
+        best = np.sort(front_of_two(group, time, iteration))
+        row, place = _pairs(node[best], places)
+        index, first = best[row], starts[place]
+        keep = np.flatnonzero(self.guide.allowed[stage[index], first, length[index]])
         index, first = index[keep], first[keep]
         return (
-            labels.stage[index],
+            stage[index],
             first,
-            first + level.length,
-            labels.entry[index],
+            first + length[index],
+            entry[index],
             leave[index],
-            labels.time[index],
-            labels.iteration[index],
-            index,
+            time[index],
+            iteration[index],
+            label[index],
         )
 
 
@@ -335,6 +354,8 @@ def grow_columns(
     growth = _Growth(chain=chain, guide=guide)
     possible = np.logical_or.accumulate(guide.allowed[:, :, ::-1], axis=2)[:, :, ::-1]
     parents, choices, done, complete = [], [], [], True
+    levels: list[_Level] = []
+    grown: list[_Labels] = []
     labels: _Labels | None = None
     shorter: IntArray | None = None
     for length in range(guide.allowed.shape[2]):
@@ -345,13 +366,20 @@ def grow_columns(
             labels, complete = labels.take(np.sort(np.argpartition(labels.least, max_labels)[:max_labels])), False
         parents.append(labels.parent)
         choices.append(labels.strategy)
-        done.append(growth.ended(level, labels))
+        levels.append(level)
+        grown.append(labels)
         shorter = level.node
         late = expired()
         if late:
             complete = False
+        # many short lengths at once cost what one does; more labels than this are not worth keeping until the end
+        if sum(map(len, grown)) > MAX_LABELS:
+            done.append(growth.ended(levels, grown))
+            levels, grown = [], []
         if late or not len(labels) or (give_up and not complete):
             break
+    if levels:
+        done.append(growth.ended(levels, grown))
     stage, first, last, entry, leave, time, iteration, label = (np.concatenate(x) for x in zip(*done, strict=True))
     return Columns(
         stage=stage,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -93,6 +95,20 @@ def program_bytes(analysis: Any) -> int:
         - analysis.alias_size_in_bytes
         + analysis.temp_size_in_bytes
     )
+
+
+def time_in_turns(runs: dict[str, ByHand], rounds: int) -> dict[str, float]:
+    """Median seconds per step; the first round warms up."""
+    states = {name: run.state for name, run in runs.items()}
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    names = list(runs)
+    for turn in range(rounds + 1):
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            start = time.perf_counter()
+            states[name], metrics = runs[name].step(states[name], runs[name].batch)
+            jax.block_until_ready((states[name], metrics))
+            times[name].append(time.perf_counter() - start)
+    return {name: statistics.median(t[1:]) for name, t in times.items()}
 
 
 def _mesh(devices: Sequence[jax.Device], data: int, tensor_ways: int) -> Mesh:

@@ -5,6 +5,7 @@ Positions, dropout and shifted windows are left out: they cost next to nothing a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -49,12 +50,15 @@ def _attention_shapes(hidden: int, heads: int, dtype: Any) -> Tree:
     return {**into, "o": _shape(heads, size, hidden, dtype=dtype)}
 
 
-def _block_shapes(hidden: int, heads: int, wide: int, dtype: Any, *, gated: bool = False, cross: bool = False) -> Tree:
+def _mlp_shapes(hidden: int, wide: int, dtype: Any, *, gated: bool = False) -> Tree:
     names = ("gate", "up") if gated else ("up",)
-    mlp = {name: _shape(hidden, wide, dtype=dtype) for name in names} | {"down": _shape(wide, hidden, dtype=dtype)}
+    return {name: _shape(hidden, wide, dtype=dtype) for name in names} | {"down": _shape(wide, hidden, dtype=dtype)}
+
+
+def _block_shapes(hidden: int, heads: int, wide: int, dtype: Any, *, gated: bool = False, cross: bool = False) -> Tree:
     block = {
         "attention": _attention_shapes(hidden, heads, dtype),
-        "mlp": mlp,
+        "mlp": _mlp_shapes(hidden, wide, dtype, gated=gated),
         "norms": _shape(3 if cross else 2, hidden, dtype=dtype),
     }
     return block | ({"cross": _attention_shapes(hidden, heads, dtype)} if cross else {})
@@ -102,6 +106,43 @@ def decoder(
 
     tokens = _shape(batch, sequence, dtype=jnp.int32)
     return _case(params, loss, {"tokens": tokens, "labels": tokens})
+
+
+def alone(kind: str, *, layers: int, hidden: int, heads: int, sequence: int, batch: int, dtype: Any) -> Case:
+    """A stack of residual layers of one kind: "attention", "mlp", or "conv" (3 × 3 over a square of `sequence` places).
+
+    Args:
+        kind: of the layers.
+        layers: how many.
+        hidden: features, channels of a convolution.
+        heads: of attention.
+        sequence: places; of a convolution the height times the width.
+        batch: examples.
+        dtype: of parameters and activations.
+    """
+    shapes: Mapping[str, Callable[[], Tree]] = {
+        "attention": lambda: _attention_shapes(hidden, heads, dtype),
+        "mlp": lambda: _mlp_shapes(hidden, 4 * hidden, dtype),
+        "conv": lambda: {"kernel": _shape(3, 3, hidden, hidden, dtype=dtype)},
+    }
+    side = math.isqrt(sequence)
+    inner = (side, side) if kind == "conv" else (sequence,)
+    layer: Mapping[str, Callable[[Tree, jax.Array], jax.Array]] = {
+        "attention": lambda p, x: _attention(p, x, x, causal=True),
+        "mlp": _mlp,
+        "conv": lambda p, x: jax.nn.relu(
+            jax.lax.conv_general_dilated(x, p["kernel"], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+        ),
+    }
+    params = [{"norm": _shape(hidden, dtype=dtype), kind: shapes[kind]()} for _ in range(layers)]
+
+    def loss(params: Tree, batch: Tree) -> jax.Array:
+        x = batch["x"]
+        for p in params:
+            x = x + layer[kind](p[kind], _norm(x, p["norm"]))
+        return jnp.mean(jnp.square(x.astype(jnp.float32)))
+
+    return _case(params, loss, {"x": _shape(batch, *inner, hidden, dtype=dtype)})
 
 
 def bert_huge(batch: int) -> Case:

@@ -16,7 +16,6 @@ import math
 import os
 import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,7 @@ from flax.training import train_state
 
 import uniap_jax as uniap
 from benchmarks import by_hand
-from benchmarks.by_hand import ByHand, peak_bytes
+from benchmarks.by_hand import ByHand, peak_bytes, time_in_turns
 from benchmarks.markdown import head, made_on, row, say
 from uniap_jax import demo_gpt
 from uniap_jax.core.errors import UniapError
@@ -129,20 +128,6 @@ def planned(built: Built, budget_s: float, memory_limit: str | int) -> tuple[Any
     step = uniap.parallelize(train_step, budget_s=budget_s, memory_limit=memory_limit)
     placed = step.place(jax.tree.map(jnp.copy, state), batch)
     return step.plan, ByHand(step=step, state=placed, batch=batch)
-
-
-def time_in_turns(runs: dict[str, ByHand], rounds: int) -> dict[str, float]:
-    """Median seconds per step; the first round warms up."""
-    states = {name: run.state for name, run in runs.items()}
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    names = list(runs)
-    for turn in range(rounds + 1):
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            start = time.perf_counter()
-            states[name], metrics = runs[name].step(states[name], runs[name].batch)
-            jax.block_until_ready((states[name], metrics))
-            times[name].append(time.perf_counter() - start)
-    return {name: statistics.median(t[1:]) for name, t in times.items()}
 
 
 def compare(name: str, rounds: int, budget_s: float) -> float | None:

@@ -91,6 +91,51 @@ def test_maxtext_settings_of_a_pipeline() -> None:
     assert dict(settings["logical_axis_rules"])["activation_norm_length"] == ["tensor_sequence"]
 
 
+def test_maxtext_counts_neither_embedding_nor_head() -> None:
+    plan = uniform("data=2", stages=2, microbatches=2, layers=6)
+    names = ("embed", "block_0", "block_1", "block_2", "block_3", "head")
+    layers = tuple(dataclasses.replace(one, name=name) for one, name in zip(plan.layers, names, strict=True))
+    named = dataclasses.replace(plan, layers=layers)
+    assert named.to_maxtext()["num_layers_per_pipeline_stage"] == 2  # of 4 decoder layers
+    uneven = tuple(dataclasses.replace(one, stage=int(i > 3)) for i, one in enumerate(layers))
+    with pytest.raises(PlanMismatchError) as caught:
+        dataclasses.replace(plan, layers=uneven).to_maxtext()
+    assert caught.value.stages == (3, 1)
+
+
+MAXTEXT_KEYS = """
+    per_device_batch_size remat_policy shard_optimizer_over_data num_layers_per_pipeline_stage
+    num_pipeline_microbatches gradient_accumulation_steps logical_axis_rules
+"""
+MAXTEXT_AXES = """
+    diloco data fsdp fsdp_transpose sequence context tensor tensor_sequence autoregressive pipeline expert
+"""
+MAXTEXT_RULES = """
+    circular_repeats activation_embed_and_logits_batch activation_vocab vocab embed_vocab activation_batch_attn
+    activation_input_length_attn activation_heads activation_kv_heads activation_length_attn activation_q_length
+    activation_kv_length activation_embed_attn activation_kv activation_kv_batch heads q_heads kv_heads qkv kv
+    activation_batch_moe activation_length_moe activation_norm_length_moe activation_embed_moe activation_mlp_moe
+    activation_exp exp mlp_moe embed_moe activation_mlp activation_batch activation_length activation_norm_length
+    activation_embed activation_stage mlp embed norm layers
+"""
+"""Of MaxText's src/maxtext/configs/base.yml, commit 000b810bb1d98e8c0b0d55fc43fb3979fd35db15."""
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        uniform("data=2,fsdp=4,tensor=2,keep=dots", microbatches=2),
+        uniform("expert=2,context=2,tensor=2,sequence", stages=2, microbatches=2),
+        uniform("fsdp=4,zero=1"),
+    ],
+)
+def test_maxtext_knows_every_name(plan: Plan) -> None:
+    settings = plan.to_maxtext()
+    degree_names = {f"{net}_{axis}_parallelism" for net in ("ici", "dcn") for axis in MAXTEXT_AXES.split()}
+    assert set(settings) <= {*MAXTEXT_KEYS.split(), *degree_names}
+    assert {name for name, _ in settings["logical_axis_rules"]} <= set(MAXTEXT_RULES.split())
+
+
 def test_maxtext_has_zero_1_and_3() -> None:
     settings = uniform("fsdp=4,zero=1").to_maxtext()
     assert settings["shard_optimizer_over_data"] is True

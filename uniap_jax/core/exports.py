@@ -7,6 +7,7 @@ to stand for all of them.
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -36,23 +37,19 @@ FLAX_RULES: AxisRules = (
 )
 """Logical names as T5X and Flax's examples use them, and the mesh axes they are split over."""
 
+_TENSOR = ("tensor", "tensor_sequence")
+_BATCH = ("data", "fsdp", "expert")
+
 MAXTEXT_RULES: AxisRules = (
-    ("activation_batch", ("data", "fsdp", "expert")),
+    *((f"activation_batch{part}", _BATCH) for part in ("", "_attn", "_moe")),
     ("activation_embed_and_logits_batch", ("data", "stage", "fsdp", "expert")),
-    ("activation_length", "context"),
-    ("activation_norm_length", ("tensor_sequence", "context")),
-    ("activation_heads", ("tensor", "tensor_sequence")),
-    ("activation_kv_heads", ("tensor", "tensor_sequence")),
-    ("activation_mlp", ("tensor", "tensor_sequence")),
-    ("activation_vocab", ("tensor", "tensor_sequence")),
+    *((f"activation_{name}", "context") for name in ("length", "length_attn", "length_moe", "q_length")),
+    *((f"activation_norm_length{part}", ("tensor_sequence", "context")) for part in ("", "_moe")),
+    *((f"activation_{name}", _TENSOR) for name in ("heads", "kv_heads", "mlp", "mlp_moe", "vocab")),
     ("activation_exp", "expert"),
     ("activation_stage", "stage"),
-    ("mlp", ("tensor", "tensor_sequence")),
-    ("vocab", ("tensor", "tensor_sequence")),
-    ("heads", ("tensor", "tensor_sequence")),
-    ("q_heads", ("tensor", "tensor_sequence")),
-    ("kv_heads", ("tensor", "tensor_sequence")),
-    ("embed", "fsdp"),
+    *((name, _TENSOR) for name in ("mlp", "mlp_moe", "vocab", "heads", "q_heads", "kv_heads")),
+    *((name, "fsdp") for name in ("embed", "embed_vocab", "embed_moe")),
     ("exp", "expert"),
     ("layers", "stage"),
 )
@@ -79,12 +76,16 @@ JAXPP_SCHEDULES = {"gpipe": "GPipe", "one_f_one_b": "Std1F1B"}
 class JaxppStages:
     """What JaxPP needs to cut a model as the plan does.
 
+    JaxPP's versions from August 2025 on want one more `pipeline_enter_stage` at the end of the last stage, on what the
+    loss is taken of.
+
     Attributes:
         num_stages: of `jaxpp.MpmdMesh`'s dimension `mpmd`.
         enter_before: per stage but the first, its first layer: call `jaxpp.pipeline_enter_stage` on what it reads.
         layer_names: of those layers.
         schedule: class in `jaxpp.schedules`, made with `num_stages`.
-        num_microbatches: leading dimension of the batch that `jaxpp.treduce` loops over.
+        num_microbatches: leading dimension of the batch that `jaxpp.treduce` loops over; it adds up, so that a mean
+            loss has to be divided by this number.
         mesh_axes: names and sizes of the mesh, the MPMD dimension first.
     """
 
@@ -179,8 +180,8 @@ def maxtext_settings(plan: Plan, *, num_slices: int = 1, layer: int | None = Non
         layer: whose split stands for all, where they differ.
 
     Raises:
-        PlanMismatchError: layers differ and none is named; MaxText cannot say ZeRO 2; stages are uneven; or the slices
-            do not fit the axes.
+        PlanMismatchError: layers differ and none is named; MaxText cannot say ZeRO 2; stages hold unlike numbers of
+            the repeated layers; or the slices do not fit the axes.
     """
     strategy, shape = common_strategy(plan, layer), mesh_shape(plan, layer)
     if strategy.fsdp > 1 and strategy.zero != 3:
@@ -228,16 +229,24 @@ def _over_slices(shape: dict[str, int], num_slices: int) -> dict[str, int]:
 
 
 def _layers_per_stage(plan: Plan) -> int:
-    sizes = [len(plan.stage_layers(i)) for i in range(plan.num_stages)]
+    sizes = [len(_decoder_layers(plan).intersection(plan.stage_layers(i))) for i in range(plan.num_stages)]
     if len(set(sizes)) > 1 or plan.num_microbatches % plan.num_stages:
         raise PlanMismatchError(
-            f"stages of {sizes} layers and {plan.num_microbatches} micro-batches: MaxText wants equal stages and a "
-            f"multiple of {plan.num_stages} micro-batches; plan with num_microbatches={plan.num_stages}, or with "
+            f"stages of {sizes} repeated layers and {plan.num_microbatches} micro-batches: MaxText wants equal stages "
+            f"and a multiple of {plan.num_stages} micro-batches; plan with num_microbatches={plan.num_stages}, or with "
             "num_stages=1",
             stages=tuple(sizes),
             num_microbatches=plan.num_microbatches,
         )
     return sizes[0]
+
+
+def _decoder_layers(plan: Plan) -> set[int]:
+    """Layers whose names differ by numbers alone, the largest such group: MaxText counts neither embedding nor head."""
+    groups: dict[str, list[int]] = {}
+    for index, layer in enumerate(plan.layers):
+        groups.setdefault(re.sub(r"\d+", "", layer.name), []).append(index)
+    return set(max(groups.values(), key=len))
 
 
 def jaxpp_stages(plan: Plan, layer: int | None = None) -> JaxppStages:

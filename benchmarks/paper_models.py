@@ -264,3 +264,12 @@ MODELS: dict[str, Callable[[int], Case]] = {
     "Llama-13B": llama_13b,
 }
 """By name; each takes the global batch."""
+
+SMALL: dict[str, Callable[[int], Case]] = {
+    "GPT, 8 × 256": lambda batch: decoder(
+        layers=8, hidden=256, heads=8, wide=1024, sequence=128, vocabulary=8192, batch=batch, gated=False,
+        causal=True, dtype=jnp.float32,
+    ),
+    "ViT, 8 × 192": lambda batch: vit_huge(batch, layers=8, hidden=192, tokens=64),
+}  # fmt: skip
+"""Of a size that virtual devices of a host can be measured with."""

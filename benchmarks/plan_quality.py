@@ -1,11 +1,14 @@
-"""The joint plan against every baseline over the same described tables: the UniAP paper's models on seven clusters.
+"""The joint plan against every baseline over the same tables: the UniAP paper's models on seven clusters.
 
-    python -m benchmarks.plan_quality                                  every cluster, every model
+    python -m benchmarks.plan_quality                                  described: every cluster, every model
     python -m benchmarks.plan_quality --clusters v5e:4x4 --models BERT-Huge
+    python -m benchmarks.plan_quality --source compiled                by the TPU compiler (extra tpu)
+    python -m benchmarks.plan_quality --source measured                small models on the devices that are here
 
-Nothing runs on a device: models are traced from shapes, layers are priced from published rates and links, and every
-engine chooses from these tables. A number is a step time relative to the joint plan's, 1 being as good; "-" where the
-baseline has no plan that fits. `inter` (one device per stage) and `intra` (one stage) are the paper's ablation.
+Models are traced from shapes. Described layers are priced from published rates and links; compiled and measured ones
+from a profile within `--budget` seconds, whose missing entries are described and calibrated on the others. Every
+engine chooses from the same tables. A number is a step time relative to the joint plan's, 1 being as good; "-" where
+the baseline has no plan that fits. `inter` (one device per stage) and `intra` (one stage) are the paper's ablation.
 """
 
 from __future__ import annotations
@@ -15,17 +18,21 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("NPROC", "64")
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
 import numpy as np
 
 import uniap_jax as uniap
 from benchmarks.markdown import head, made_on, row, say
-from benchmarks.paper_models import MODELS
+from benchmarks.paper_models import MODELS, SMALL, Case
+from uniap_jax.core.cluster import Cluster
 from uniap_jax.core.costs import Candidate, CostModel, CostTables
 from uniap_jax.core.errors import InfeasibleError, NoPlanInTimeError, OptionError
 from uniap_jax.core.graph import LayerGraph
@@ -44,6 +51,13 @@ CLUSTERS = {
     "a100-80g:1x8 + v100-sxm2-32g:1x8": 128,
 }
 """Clusters with the global batch planned for; the last one has two generations of devices."""
+HERE = "devices that are here"
+DEFAULTS = {
+    "described": (tuple(CLUSTERS), tuple(MODELS)),
+    "compiled": (("v5e:4x4", "v5p:4x4x4"), ("BERT-Huge", "Llama-7B")),
+    "measured": ((HERE,), tuple(SMALL)),
+}
+"""Clusters and models of each source of numbers."""
 
 BASELINES = ("data_parallel", "fsdp", "tensor", "pipeline_only", "intra_only", "inter_then_intra", "layerwise_dp")
 COLUMNS = ("data", "fsdp", "tensor", "inter", "intra", "inter then intra", "layer-wise DP", "mcmc")
@@ -151,18 +165,26 @@ class TwoGenerations:
         )
 
 
-def cost_model(graph: LayerGraph, cluster: str) -> CostModel:
-    """Described tables of a graph on a cluster; "A + B" has two kinds of devices, as many of each."""
-    if " + " not in cluster:
-        return uniap.estimate(graph, load_cluster(cluster))
-    first, second = cluster.split(" + ")
+def cost_model(graph: LayerGraph, cluster: str, source: str, budget_s: float) -> tuple[CostModel, str]:
+    """Tables of a graph on a cluster, and where their entries come from.
 
-    def doubled(name: str) -> CostModel:
-        stem, _, shape = name.partition(":")
-        nodes, size = shape.split("x")
-        return uniap.estimate(graph, load_cluster(f"{stem}:{2 * int(nodes)}x{size}"))
+    "A + B" has two kinds of devices, as many of each, and is described only.
+    """
+    if " + " in cluster:
+        first, second = (_doubled(name) for name in cluster.split(" + "))
+        return TwoGenerations(uniap.estimate(graph, first), uniap.estimate(graph, second)), "described"
+    described = uniap.local_cluster() if cluster == HERE else load_cluster(cluster)
+    if source == "described":
+        return uniap.estimate(graph, described), source
+    found = uniap.profile(graph, described, source=source, budget_s=budget_s)
+    origins = ", ".join(f"{count} {origin}" for origin, count in found.counts().items())
+    return uniap.estimate(graph, described, found), origins
 
-    return TwoGenerations(doubled(first), doubled(second))
+
+def _doubled(name: str) -> Cluster:
+    stem, _, shape = name.partition(":")
+    nodes, size = shape.split("x")
+    return load_cluster(f"{stem}:{2 * int(nodes)}x{size}")
 
 
 def mcmc(costs: CostModel, plan: Plan) -> float | None:
@@ -183,14 +205,13 @@ def baseline_alone(costs: CostModel, baseline: str, limit: float) -> float | Non
     return plan.prediction.step_time_s
 
 
-def measure(name: str, cluster: str, graph: LayerGraph, batch: int, limit: float) -> list[float | None]:
+def measure(name: str, costs: CostModel, origins: str, limit: float) -> list[float | None]:
     """One row; returns the relative step times of the baselines."""
-    costs = cost_model(graph, cluster)
-    started = time.perf_counter()
+    batch, started = costs.batch_size, time.perf_counter()
     try:
         plan = solve(costs, executor="stages", time_limit_s=limit, why=False)
     except (InfeasibleError, NoPlanInTimeError) as error:
-        row(name, batch, type(error).__name__, *[""] * (4 + len(COLUMNS)))
+        row(name, batch, origins, type(error).__name__, *[""] * (4 + len(COLUMNS)))
         return []
     seconds = time.perf_counter() - started
     proof, step = plan.certificate, plan.prediction.step_time_s
@@ -201,8 +222,8 @@ def measure(name: str, cluster: str, graph: LayerGraph, batch: int, limit: float
     relative = [None if t is None else t / step for t in times]
     used = {str(layer.strategy) for layer in plan.layers}
     row(
-        name, batch, f"{step:.4g}", f"{plan.num_stages}, {plan.num_microbatches}", len(used), f"{proof.gap:.0e}",
-        f"{seconds:.1f}", *("-" if r is None else f"{r:.3f}" for r in relative),
+        name, batch, origins, f"{step:.4g}", f"{plan.num_stages}, {plan.num_microbatches}", len(used),
+        f"{proof.gap:.0e}", f"{seconds:.1f}", *("-" if r is None else f"{r:.3f}" for r in relative),
     )  # fmt: skip
     return relative
 
@@ -211,36 +232,70 @@ def summary(rows: Sequence[Sequence[float | None]]) -> None:
     """How much slower each baseline is over all rows, and how often it has no plan at all."""
     head("", *COLUMNS)
     columns = [[r for r in column if r is not None] for column in zip(*rows, strict=True)]
-    row("geometric mean", *(f"{math.exp(statistics.fmean(map(math.log, c))):.3f}" if c else "-" for c in columns))
+    row("geometric mean", *(f"{geometric_mean(c):.3f}" if c else "-" for c in columns))
     row("worst", *(f"{max(c):.3f}" if c else "-" for c in columns))
     row("best", *(f"{min(c):.3f}" if c else "-" for c in columns))
     row("no plan that fits", *(len(rows) - len(c) for c in columns))
 
 
+def ablation(rows: Mapping[str, Sequence[Sequence[float | None]]]) -> None:
+    """The paper's ablation: pipelines alone, splits alone and both, geometric means over the models of a cluster."""
+    head("cluster", "models", "inter only", "intra only", "joint", "joint beats the better one by")
+    for cluster, found in rows.items():
+        pairs = [[r[COLUMNS.index(name)] for name in ("inter", "intra")] for r in found]
+        better = [min(t for t in pair if t is not None) for pair in pairs if pair != [None, None]]
+        gain = f"{geometric_mean(better) - 1:.1%}" if better else "-"
+        row(cluster, len(pairs), *map(_mean_of_those_that_fit, zip(*pairs, strict=True)), "1.000", gain)
+
+
+def _mean_of_those_that_fit(times: Sequence[float | None]) -> str:
+    fitting = [t for t in times if t is not None]
+    if not fitting:
+        return "-"
+    return f"{geometric_mean(fitting):.3f}" + (f" ({len(fitting)} fit)" if len(fitting) < len(times) else "")
+
+
+def geometric_mean(values: Sequence[float]) -> float:
+    """Of positive numbers."""
+    return math.exp(statistics.fmean(map(math.log, values)))
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Prints a table for each cluster, then the summary."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--clusters", nargs="*", default=list(CLUSTERS), metavar="NAME")
-    parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS), metavar="NAME")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    known = {**MODELS, **SMALL}
+    parser.add_argument("--source", choices=list(DEFAULTS), default="described")
+    parser.add_argument("--clusters", nargs="*", metavar="NAME")
+    parser.add_argument("--models", nargs="*", choices=list(known), metavar="NAME")
+    parser.add_argument("--batch", type=int, help="global batch, in place of the cluster's own")
     parser.add_argument("--limit", type=float, default=30.0, help="seconds for each search (default 30)")
+    parser.add_argument("--budget", type=float, default=150.0, help="seconds of compiling or measuring for each row")
     options = parser.parse_args(argv)
+    clusters, models = DEFAULTS[options.source]
     say(made_on(("jax", "numpy", "scipy", "mip")))
-    rows: list[list[float | None]] = []
+    rows: dict[str, list[list[float | None]]] = {}
     graphs: dict[tuple[str, int], LayerGraph] = {}
-    for cluster in options.clusters:
-        say(f"\n**{cluster}**")
-        head("model", "batch", "joint, s", "P, c", "strategies", "gap", "wall s", *COLUMNS)
-        batch = CLUSTERS.get(cluster, 64)
-        for name in options.models:
+    for cluster in options.clusters or clusters:
+        say(f"\n**{cluster}**, {options.source}")
+        head("model", "batch", "entries", "joint, s", "P, c", "strategies", "gap", "wall s", *COLUMNS)
+        batch = options.batch or CLUSTERS.get(cluster, 64)
+        for name in options.models or models:
             if (name, batch) not in graphs:
-                state, step, example = MODELS[name](batch)
-                graphs[name, batch] = uniap.trace(step, state, example)
-            found = measure(name, cluster, graphs[name, batch], batch, options.limit)
+                graphs[name, batch] = uniap.trace(*_step_first(known[name](batch)))
+            costs, origins = cost_model(graphs[name, batch], cluster, options.source, options.budget)
+            found = measure(name, costs, origins, options.limit)
             if found:
-                rows.append(found)
+                rows.setdefault(cluster, []).append(found)
     if rows:
         say("\n**All of them**")
-        summary(rows)
+        summary([r for found in rows.values() for r in found])
+        say("\n**Ablation**")
+        ablation(rows)
+
+
+def _step_first(case: Case) -> tuple[Any, ...]:
+    state, step, batch = case
+    return step, state, batch
 
 
 if __name__ == "__main__":

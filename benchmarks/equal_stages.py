@@ -2,9 +2,10 @@
 
     python -m benchmarks.equal_stages
 
-The pipeline by hand is what `shard_map` tutorials show: stacked weights split over an axis `stage`, a scan over the
-ticks of GPipe with `ppermute`, `jax.value_and_grad` through it; embedding and head on all devices. Both train the same
-model from the same start on the same eight virtual CPU devices, take turns in one run, and must agree in their losses.
+GPipe by hand is what `shard_map` tutorials show: stacked weights split over an axis `stage`, a scan over ticks with
+`ppermute`, `jax.value_and_grad` through it; embedding and head on all devices. 1F1B by hand has the layer's gradient
+written out, and three loops: over ticks that run forward only, both ways, back only. All train the same model from the
+same start on the same eight virtual CPU devices, take turns in one run, and must agree in their losses.
 """
 
 from __future__ import annotations
@@ -81,10 +82,36 @@ def train_step(params: Any, batch: Any) -> tuple[Any, jax.Array]:
     return jax.tree.map(lambda p, g: p - RATE * g, params, grads), value
 
 
-def by_hand(layers: int) -> tuple[Callable[..., Any], Any, Any]:
-    """A GPipe under `shard_map`: the compiled step, its state, its batch."""
-    mesh = Mesh(np.array(jax.devices()).reshape(STAGES, DATA), ("stage", "data"))
-    ticks, rows = PIECES + STAGES - 1, ROWS // PIECES
+UP = [(s, s + 1) for s in range(STAGES - 1)]
+DOWN = [(s + 1, s) for s in range(STAGES - 1)]
+
+
+def hand_mesh() -> Mesh:
+    """Stages by data ways."""
+    return Mesh(np.array(jax.devices()).reshape(STAGES, DATA), ("stage", "data"))
+
+
+def by_hand(step: Callable[..., Any], layers: int) -> tuple[Callable[..., Any], Any, Any]:
+    """The compiled step of a pipeline by hand, its state, its batch."""
+    mesh = hand_mesh()
+
+    def on(*spec: Any) -> NamedSharding:
+        return NamedSharding(mesh, PartitionSpec(*spec))
+
+    homes = {"in": on(), "layers": {"up": on("stage"), "down": on("stage")}, "out": on()}
+    state = jax.device_put(make_params(layers, stacked=True), homes)
+    batch = jax.device_put(make_batch(), on(("stage", "data")))
+    return jax.jit(step, out_shardings=(homes, on()), donate_argnums=0), state, batch
+
+
+def on_stages(mesh: Mesh, body: Callable[..., Any], ins: Any, outs: Any) -> Callable[..., Any]:
+    """`shard_map` over the stages alone."""
+    return jax.shard_map(body, mesh=mesh, in_specs=ins, out_specs=outs, axis_names={"stage"}, check_vma=False)
+
+
+def gpipe_by_hand() -> Callable[..., Any]:
+    """GPipe: a scan over ticks, differentiated by JAX."""
+    mesh, ticks, rows = hand_mesh(), PIECES + STAGES - 1, ROWS // PIECES
 
     def on(*spec: Any) -> NamedSharding:
         return NamedSharding(mesh, PartitionSpec(*spec))
@@ -96,19 +123,12 @@ def by_hand(layers: int) -> tuple[Callable[..., Any], Any, Any]:
             fed = lax.dynamic_index_in_dim(pieces, jnp.minimum(t, PIECES - 1), 0, keepdims=False)
             x = jnp.where(number == 0, fed, held)
             x, _ = lax.scan(lambda x, w: (layer(x, w), None), x, own)
-            return lax.ppermute(x, "stage", [(s, s + 1) for s in range(STAGES - 1)]), x
+            return lax.ppermute(x, "stage", UP), x
 
         _, outs = lax.scan(tick, jnp.zeros((rows, WIDTH)), jnp.arange(ticks))
         return outs[STAGES - 1 :][None]
 
-    run = jax.shard_map(
-        stage,
-        mesh=mesh,
-        in_specs=(PartitionSpec("stage"), PartitionSpec()),
-        out_specs=PartitionSpec("stage"),
-        axis_names={"stage"},
-        check_vma=False,
-    )
+    run = on_stages(mesh, stage, (PartitionSpec("stage"), PartitionSpec()), PartitionSpec("stage"))
 
     def step(params: Any, batch: Any) -> tuple[Any, jax.Array]:
         def loss(params: Any) -> jax.Array:
@@ -121,11 +141,87 @@ def by_hand(layers: int) -> tuple[Callable[..., Any], Any, Any]:
         value, grads = jax.value_and_grad(loss)(params)
         return jax.tree.map(lambda p, g: p - RATE * g, params, grads), value
 
-    params = make_params(layers, stacked=True)
-    homes = {"in": on(), "layers": {"up": on("stage"), "down": on("stage")}, "out": on()}
-    state = jax.device_put(params, homes)
-    batch = jax.device_put(make_batch(), on(("stage", "data")))
-    return jax.jit(step, out_shardings=(homes, on()), donate_argnums=0), state, batch
+    return step
+
+
+def one_f_one_b_by_hand() -> Callable[..., Any]:
+    """1F1B: what the layers' gradients read waits in a ring; loops over ticks that run forward, both ways, back."""
+    mesh, rows, waits = hand_mesh(), ROWS // PIECES, 2 * STAGES - 1
+
+    def on(*spec: Any) -> NamedSharding:
+        return NamedSharding(mesh, PartitionSpec(*spec))
+
+    def forward(own: Any, x: jax.Array) -> tuple[jax.Array, Any]:
+        def one(x: jax.Array, w: Any) -> tuple[jax.Array, Any]:
+            h = x @ w["up"]
+            return x + jax.nn.gelu(h) @ w["down"], (x, h)
+
+        return lax.scan(one, x, own)
+
+    def backward(own: Any, kept: Any, g: jax.Array) -> tuple[jax.Array, Any]:
+        def one(g: jax.Array, layer: Any) -> tuple[jax.Array, Any]:
+            w, (x, h) = layer
+            active, pull = jax.vjp(jax.nn.gelu, h)
+            (dh,) = pull(g @ w["down"].T)
+            return g + dh @ w["up"].T, {"up": x.T @ dh, "down": active.T @ g}
+
+        return lax.scan(one, g, (own, kept), reverse=True)
+
+    def stages(own: Any, out: jax.Array, pieces: jax.Array, targets: jax.Array) -> Any:
+        number = lax.axis_index("stage")
+        count = own["up"].shape[0]
+
+        def enter(carry: Any, t: jax.Array) -> Any:
+            held, ring = carry
+            fed = lax.dynamic_index_in_dim(pieces, jnp.minimum(t, PIECES - 1), 0, keepdims=False)
+            x, kept = forward(own, jnp.where(number == 0, fed, held))
+            ring = [
+                lax.dynamic_update_index_in_dim(r, k, (t - number) % waits, 0) for r, k in zip(ring, kept, strict=True)
+            ]
+            return (lax.ppermute(x, "stage", UP), ring), x
+
+        def leave(carry: Any, fed: jax.Array, ring: Any, t: jax.Array) -> tuple[Any, jax.Array]:
+            handed, sums = carry
+            i = t - 2 * (STAGES - 1) + number
+            kept = [lax.dynamic_index_in_dim(r, i % waits, 0, keepdims=False) for r in ring]
+            g, found = backward(own, kept, jnp.where(number == STAGES - 1, fed, handed))
+            valid = (i >= 0) & (i < PIECES)
+            sums = jax.tree.map(lambda a, b: a + jnp.where(valid, b, 0.0), sums, found)
+            return (lax.ppermute(g, "stage", DOWN), sums), g
+
+        def both(carry: Any, t: jax.Array) -> Any:
+            there, back, dout, value = carry
+            there, x = enter(there, t)
+            wanted = lax.dynamic_index_in_dim(targets, t - (STAGES - 1), 0, keepdims=False)
+            error = x @ out - wanted  # only the last stage's counts
+            down = 2.0 / (ROWS * FEATURES) * error
+            back, g = leave(back, down @ out.T, there[1], t)
+            return (there, back, dout + x.T @ down, value + jnp.sum(error**2)), g
+
+        shapes = [(waits, count, rows, WIDTH), (waits, count, rows, 4 * WIDTH)]
+        nothing = jnp.zeros((rows, WIDTH))
+        start = (nothing, [jnp.zeros(s) for s in shapes])
+        there, _ = lax.scan(enter, start, jnp.arange(STAGES - 1))
+        sums = (nothing, jax.tree.map(jnp.zeros_like, own))
+        carry = (there, sums, jnp.zeros_like(out), jnp.zeros(()))
+        (there, sums, dout, value), early = lax.scan(both, carry, jnp.arange(STAGES - 1, PIECES + STAGES - 1))
+        late = jnp.arange(PIECES + STAGES - 1, PIECES + 2 * (STAGES - 1))
+        (_, grads), g = lax.scan(lambda c, t: leave(c, nothing, there[1], t), sums, late)
+        return grads, dout[None], value[None], jnp.concatenate([early, g])[STAGES - 1 :][None]
+
+    whole, split = PartitionSpec(), PartitionSpec("stage")
+    run = on_stages(mesh, stages, (split, whole, whole, whole), (split, split, split, split))
+
+    def step(params: Any, batch: Any) -> tuple[Any, jax.Array]:
+        pieces = batch["x"].reshape(PIECES, rows, FEATURES)
+        entering = lax.with_sharding_constraint(pieces @ params["in"], on(None, "data"))
+        targets = lax.with_sharding_constraint(batch["y"].reshape(PIECES, rows, FEATURES), on(None, "data"))
+        own, dout, value, returned = run(params["layers"], params["out"], entering, targets)
+        into = jnp.einsum("crf,crw->fw", pieces, returned[0])
+        grads = {"in": into, "layers": own, "out": dout[-1]}
+        return jax.tree.map(lambda p, g: p - RATE * g, params, grads), value[-1] / (ROWS * FEATURES)
+
+    return step
 
 
 def equal_plan(graph: uniap.LayerGraph, schedule: str = "gpipe") -> Plan:
@@ -162,19 +258,25 @@ def planned(layers: int, schedule: str = "gpipe", *, stacked: bool = True) -> tu
     return step, state, jax.tree.unflatten(jax.tree.structure(batch), placed)
 
 
-def timed(step: Any, state: Any, batch: Any) -> tuple[float, Any, float]:
-    """Seconds of one step, the state after it, its loss."""
-    started = time.perf_counter()
+def timed(step: Any, state: Any, batch: Any) -> tuple[tuple[float, float], Any, float]:
+    """Wall and processor seconds of one step, the state after it, its loss."""
+    wall, cpu = time.perf_counter(), time.process_time()
     state, loss = step(state, batch)
     value = float(loss)
     jax.block_until_ready(state)
-    return time.perf_counter() - started, state, value
+    return (time.perf_counter() - wall, time.process_time() - cpu), state, value
 
 
 def against_hand(layers: int, steps: int) -> dict[str, Any]:
     """Medians of steps taken in turn."""
-    runs = {"by hand": by_hand(layers), "GPipe": planned(layers), "1F1B": planned(layers, "one_f_one_b")}
-    states, seconds = {n: r[1] for n, r in runs.items()}, {n: [] for n in runs}
+    runs = {
+        "GPipe by hand": by_hand(gpipe_by_hand(), layers),
+        "GPipe": planned(layers),
+        "1F1B by hand": by_hand(one_f_one_b_by_hand(), layers),
+        "1F1B": planned(layers, "one_f_one_b"),
+    }
+    states = {n: r[1] for n, r in runs.items()}
+    seconds: dict[str, list[tuple[float, float]]] = {n: [] for n in runs}
     losses: dict[str, list[float]] = {n: [] for n in runs}
     for number in range(steps + 2):
         for name, (step, _, batch) in runs.items():
@@ -183,9 +285,14 @@ def against_hand(layers: int, steps: int) -> dict[str, Any]:
             if number >= 2:
                 seconds[name].append(took)
     for name in runs:
-        np.testing.assert_allclose(losses[name], losses["by hand"], rtol=1e-4)
-    medians = {name: statistics.median(s) for name, s in seconds.items()}
-    return {**medians, "ratio": medians["GPipe"] / medians["by hand"]}
+        np.testing.assert_allclose(losses[name], losses["GPipe by hand"], rtol=1e-4)
+    found: dict[str, Any] = {
+        name: {"wall_s": statistics.median(w for w, _ in s), "cpu_s": statistics.median(c for _, c in s)}
+        for name, s in seconds.items()
+    }
+    for name in ("GPipe", "1F1B"):
+        found[f"{name} ratio"] = {k: v / found[f"{name} by hand"][k] for k, v in found[name].items()}
+    return found
 
 
 def compile_seconds(layers: int, *, stacked: bool) -> float:
@@ -226,7 +333,7 @@ def one_rank(rank: int, size: int, address: str, layers: int, steps: int) -> Non
     step, state, batch = planned(layers)
     seconds = []
     for _ in range(steps + 2):
-        took, state, _ = timed(step, state, batch)
+        (took, _), state, _ = timed(step, state, batch)
         seconds.append(took)
     sys.stdout.write(json.dumps({"median_s": statistics.median(seconds[2:])}) + "\n")
     sys.stdout.flush()

@@ -15,6 +15,7 @@ import jax
 
 from uniap_jax.core.jax_compat import ClosedJaxpr, Literal
 from uniap_jax.core.jaxprs import close, inner_jaxprs, live_eqns, open_jaxpr, variables
+from uniap_jax.runtime.products import without_transposes
 from uniap_jax.runtime.programs import is_differentiable
 
 RANDOM = frozenset({"random_bits", "threefry2x32", "rng_bit_generator"})
@@ -78,7 +79,8 @@ def differentiate(body: ClosedJaxpr, *, keep: str, trained: Sequence[bool], shar
     residuals = _sort_residuals(traced, count, moving, shared)
     leaf_avals = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in traced.out_avals[count:]]
     out_avals = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a, s in zip(body.out_avals, smooth, strict=True) if s]
-    pulled = jax.make_jaxpr(lambda leaves, cts: jax.tree.unflatten(tree, leaves)(list(cts)))(leaf_avals, out_avals)
+    pull = jax.make_jaxpr(lambda leaves, cts: jax.tree.unflatten(tree, leaves)(list(cts)))(leaf_avals, out_avals)
+    pulled = without_transposes(pull)
 
     def forward(inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         values = _evaluate(traced, inputs)

@@ -1,8 +1,8 @@
 """Loss and gradients of the whole batch by one program: the ticks of GPipe and 1F1B.
 
-All stages tick together. GPipe: c + P - 1 ticks forward, as many back in the opposite order. 1F1B: c + 2(P - 1) ticks,
-each a forward and a backward pass; stage s pulls back micro-batch tick - 2(P - 1) + s, so that a micro-batch waits at
-most 2(P - 1) ticks and memory does not grow with c.
+All stages tick together, c + P - 1 times forward and as often back. GPipe: first the one, then, in opposite order, the
+other. 1F1B: P - 1 ticks forward, c of both, P - 1 back; stage s pulls back micro-batch tick - 2(P - 1) + s, so that a
+micro-batch waits at most 2(P - 1) ticks and memory does not grow with c.
 """
 
 from __future__ import annotations
@@ -167,13 +167,17 @@ def _rows(pipeline: Pipeline, batch: Sequence[Any]) -> dict[int, Any]:
 
 
 def _enter(pipeline: Pipeline, inputs: Inputs, index: Any, outer: dict[int, Any]) -> list[Any]:
-    """Slots of a micro-batch as they enter the run."""
+    """What of a micro-batch enters the run: of every slot that holds a value from the start."""
     operands = micro_operands(pipeline.graph, inputs.state, inputs.rows, index)
     values = pipeline.before.run(outer, operands, {})
-    return [
-        jnp.zeros(s.shape, s.dtype) if s.value is None else lax.convert_element_type(values[s.value], s.dtype)
-        for s in pipeline.stages.run.slots
-    ]
+    slots = pipeline.stages.run.slots
+    return [lax.convert_element_type(values[s.value], s.dtype) for s in slots if s.value is not None]
+
+
+def _filled(pipeline: Pipeline, entering: list[Any]) -> list[Any]:
+    """All slots at the entry of the run; those that collect from its layers are zero."""
+    values = iter(entering)
+    return [jnp.zeros(s.shape, s.dtype) if s.value is None else next(values) for s in pipeline.stages.run.slots]
 
 
 def _enter_backward(pipeline: Pipeline, inputs: Inputs, index: Any, grads: list[Any]) -> dict[int, Any]:
@@ -187,7 +191,8 @@ def _enter_backward(pipeline: Pipeline, inputs: Inputs, index: Any, grads: list[
 
     def entered(params: list[Any]) -> list[Any]:
         found = _enter(pipeline, inputs, index, {**inputs.outer, **dict(zip(chosen, params, strict=True))})
-        return [found[i] for i in moving]
+        full = _filled(pipeline, found)
+        return [full[i] for i in moving]
 
     _, pull = jax.vjp(entered, [inputs.outer[p] for p in chosen])
     return dict(zip(chosen, pull(wanted)[0], strict=True))
@@ -225,92 +230,76 @@ def _start(pipeline: Pipeline) -> Sums:
     return Sums(run=pipeline.stages.zero_totals(), outer=outer, results=results)
 
 
-def _added(pipeline: Pipeline, total: dict[int, Any], new: dict[int, Any], valid: Any) -> dict[int, Any]:
-    found = dict(total)
-    for p, g in new.items():
-        found[p] = total[p] + jnp.where(valid, g, jnp.zeros_like(g)).astype(total[p].dtype)
+def _added(pipeline: Pipeline, total: dict[int, Any], new: dict[int, Any]) -> dict[int, Any]:
+    found = total | {p: total[p] + g.astype(total[p].dtype) for p, g in new.items()}
     pinned = constrain_all(list(found.values()), pipeline.stages.mesh, [pipeline.outer_grads[p] for p in found])
     return dict(zip(found, pinned, strict=True))
 
 
-def _recorded(total: list[Any], new: list[Any], index: Any, valid: Any) -> list[Any]:
-    """Results with those of one micro-batch written in."""
-
-    def one(stack: Any, x: Any) -> Any:
-        old = lax.dynamic_index_in_dim(stack, index, 0, keepdims=False)
-        return lax.dynamic_update_index_in_dim(stack, jnp.where(valid, x, old).astype(stack.dtype), index, 0)
-
-    return [one(t, x) for t, x in zip(total, new, strict=True)]
+def _left(pipeline: Pipeline, inputs: Inputs, index: Any, leaving: list[Any], sums: Sums) -> tuple[Sums, list[Any]]:
+    """Sums with a micro-batch that has left the run, and the gradients that it sends back."""
+    results, grads, back = _leave(pipeline, inputs, index, leaving)
+    recorded = [
+        lax.dynamic_update_index_in_dim(stack, x.astype(stack.dtype), index, 0)
+        for stack, x in zip(sums.results, results, strict=True)
+    ]
+    return Sums(run=sums.run, outer=_added(pipeline, sums.outer, grads), results=recorded), back
 
 
 # ---- ticks -----------------------------------------------------------------------------------------------------
 
 
-def _forward_tick(
-    pipeline: Pipeline, inputs: Inputs, tick: Any, held: list[Any], sums: Sums
-) -> tuple[list[Any], Sums, list[Any], list[Any]]:
-    """Micro-batch `tick` enters, micro-batch tick - (P - 1) leaves: held, sums, gradients that leave, kept."""
-    stages = pipeline.stages
-    last = stages.num_microbatches - 1
-    fed = _enter(pipeline, inputs, jnp.clip(tick, 0, last), inputs.outer)
-    held, leaving, kept = stages.forward(inputs.weights, inputs.rows, fed, held, tick)
-    number = tick - (stages.num_stages - 1)
-    valid, index = (number >= 0) & (number <= last), jnp.clip(number, 0, last)
-    results, grads, back = _leave(pipeline, inputs, index, leaving)
-    sums = Sums(
-        run=sums.run,
-        outer=_added(pipeline, sums.outer, grads, valid),
-        results=_recorded(sums.results, results, index, valid),
-    )
-    return held, sums, back, kept
-
-
-def _backward_tick(
-    pipeline: Pipeline,
-    inputs: Inputs,
-    kept: list[Any],
-    fed: list[Any],
-    held: list[Any],
-    sums: Sums,
-    tick: Any,
-    index: Any,
-) -> tuple[list[Any], Sums]:
-    """Gradients enter the last stage and leave the first."""
-    stages = pipeline.stages
-    held, leaving, run = stages.backward(inputs.weights, inputs.rows, kept, fed, held, sums.run, tick, index)
-    number = index(tick, 0)
-    valid = (number >= 0) & (number < stages.num_microbatches)
-    grads = _enter_backward(pipeline, inputs, jnp.clip(number, 0, stages.num_microbatches - 1), leaving)
-    return held, Sums(run=run, outer=_added(pipeline, sums.outer, grads, valid), results=sums.results)
-
-
 def _gpipe(pipeline: Pipeline, inputs: Inputs) -> Sums:
-    stages = pipeline.stages
-    ticks = jnp.arange(stages.num_microbatches + stages.num_stages - 1, dtype=jnp.int32)
+    """Layers outside the run see every micro-batch once, in loops of their own."""
+    stages, weights, rows = pipeline.stages, inputs.weights, inputs.rows
+    fill, last = stages.num_stages - 1, stages.num_microbatches - 1
+    pieces, ticks = jnp.arange(last + 1, dtype=jnp.int32), jnp.arange(last + 1 + fill, dtype=jnp.int32)
 
-    def forward(carry: tuple[list[Any], Sums], tick: Any) -> Any:
-        held, sums, back, kept = _forward_tick(pipeline, inputs, tick, *carry)
-        return (held, sums), (back, kept)
+    def enter(_: None, index: Any) -> tuple[None, list[Any]]:
+        return None, _enter(pipeline, inputs, index, inputs.outer)
 
-    def backward(carry: tuple[list[Any], Sums], past: tuple[Any, Any, Any]) -> Any:
-        tick, kept, fed = past
-        return _backward_tick(pipeline, inputs, kept, fed, *carry, tick, lambda t, stage: t - stage), None
+    def forward(held: list[Any], tick: Any) -> tuple[list[Any], tuple[list[Any], list[Any]]]:
+        fed = _filled(pipeline, _pick(entering, jnp.minimum(tick, last)))
+        held, leaving, kept = stages.forward(weights, rows, fed, held, tick)
+        return held, (leaving, kept)
 
-    start = (stages.zero_held(range(len(stages.run.slots))), _start(pipeline))
-    (_, sums), (back, kept) = lax.scan(forward, start, ticks)
-    # tick t of the way back undoes tick t of the way there: micro-batch t - s on stage s; what left the last stage in
-    # that tick comes back to it
-    (_, sums), _ = lax.scan(backward, (stages.zero_held(stages.moving), sums), (ticks, kept, back), reverse=True)
-    return sums
+    def leave(sums: Sums, piece: tuple[Any, list[Any]]) -> tuple[Sums, list[Any]]:
+        return _left(pipeline, inputs, *piece, sums)
+
+    def backward(carry: tuple[list[Any], Any], past: tuple[Any, list[Any]]) -> tuple[tuple[list[Any], Any], list[Any]]:
+        (held, totals), (tick, kept) = carry, past
+        # tick t of the way back undoes tick t of the way there: micro-batch t - s on stage s
+        fed = _pick(back, jnp.maximum(tick - fill, 0))
+        held, returned, totals = stages.backward(
+            weights, rows, kept, fed, held, totals, tick, lambda tick, stage: tick - stage
+        )
+        return (held, totals), returned
+
+    def enter_backward(outer: dict[int, Any], piece: tuple[Any, list[Any]]) -> tuple[dict[int, Any], None]:
+        return _added(pipeline, outer, _enter_backward(pipeline, inputs, *piece)), None
+
+    _, entering = lax.scan(enter, None, pieces)
+    _, (leaving, kept) = lax.scan(forward, stages.zero_held(range(len(stages.run.slots))), ticks)
+    sums, back = lax.scan(leave, _start(pipeline), (pieces, [x[fill:] for x in leaving]))
+    start = (stages.zero_held(stages.moving), sums.run)
+    (_, totals), returned = lax.scan(backward, start, (ticks, kept), reverse=True)
+    outer, _ = lax.scan(enter_backward, sums.outer, (pieces, [x[: last + 1] for x in returned]))
+    return Sums(run=totals, outer=outer, results=sums.results)
+
+
+def _pick(stacks: Sequence[Any], index: Any) -> list[Any]:
+    return [lax.dynamic_index_in_dim(x, index, 0, keepdims=False) for x in stacks]
 
 
 def _one_f_one_b(pipeline: Pipeline, inputs: Inputs) -> Sums:
-    stages = pipeline.stages
+    """No tick computes what every stage would throw away: three loops, over ticks that run forward, both ways, back."""
+    stages, weights, rows = pipeline.stages, inputs.weights, inputs.rows
     p, c = stages.num_stages, stages.num_microbatches
+    at, slots = jnp.arange(p, dtype=jnp.int32), stages.run.slots
     depth = min(2 * p - 1, c + 1)
     trash = depth - 1 if depth == c + 1 else None
 
-    def slot_of(index: Any) -> Any:
+    def place_of(index: Any) -> Any:
         """Where a micro-batch waits: no other that is alive shares the place; bubbles write where nothing is read."""
         if trash is None:
             return index % depth
@@ -319,20 +308,39 @@ def _one_f_one_b(pipeline: Pipeline, inputs: Inputs) -> Sums:
     def returning(tick: Any, stage: Any) -> Any:
         return tick - 2 * (p - 1) + stage
 
-    def body(carry: Any, tick: Any) -> Any:
-        held, handed, waiting, sums = carry
-        held, sums, fed, kept = _forward_tick(pipeline, inputs, tick, held, sums)
-        at = jnp.arange(p, dtype=jnp.int32)
-        waiting = stages.store(waiting, kept, slot_of(tick - at))
-        kept = stages.fetch(waiting, slot_of(returning(tick, at)))
-        handed, sums = _backward_tick(pipeline, inputs, kept, fed, handed, sums, tick, returning)
-        return (held, handed, waiting, sums), None
+    def forward(held: list[Any], waiting: list[Any], tick: Any) -> tuple[list[Any], list[Any], list[Any]]:
+        fed = _filled(pipeline, _enter(pipeline, inputs, jnp.minimum(tick, c - 1), inputs.outer))
+        held, leaving, kept = stages.forward(weights, rows, fed, held, tick)
+        return held, stages.store(waiting, kept, place_of(tick - at)), leaving
 
-    start = (
-        stages.zero_held(range(len(stages.run.slots))),
-        stages.zero_held(stages.moving),
-        stages.zero_waiting(depth),
-        _start(pipeline),
-    )
-    (_, _, _, sums), _ = lax.scan(body, start, jnp.arange(c + 2 * (p - 1), dtype=jnp.int32))
+    def backward(
+        waiting: list[Any], fed: list[Any], handed: list[Any], sums: Sums, tick: Any
+    ) -> tuple[list[Any], Sums]:
+        kept = stages.fetch(waiting, place_of(returning(tick, at)))
+        handed, returned, run = stages.backward(weights, rows, kept, fed, handed, sums.run, tick, returning)
+        number = returning(tick, 0)
+        grads = _enter_backward(pipeline, inputs, jnp.maximum(number, 0), returned)
+        grads = {i: jnp.where(number >= 0, g, jnp.zeros_like(g)) for i, g in grads.items()}
+        return handed, Sums(run=run, outer=_added(pipeline, sums.outer, grads), results=sums.results)
+
+    def first(carry: tuple[list[Any], list[Any]], tick: Any) -> tuple[tuple[list[Any], list[Any]], None]:
+        held, waiting, _ = forward(*carry, tick)
+        return (held, waiting), None
+
+    def middle(carry: Any, tick: Any) -> tuple[Any, None]:
+        held, waiting, handed, sums = carry
+        held, waiting, leaving = forward(held, waiting, tick)
+        sums, fed = _left(pipeline, inputs, tick - (p - 1), leaving, sums)
+        handed, sums = backward(waiting, fed, handed, sums, tick)
+        return (held, waiting, handed, sums), None
+
+    def final(carry: tuple[list[Any], Sums], tick: Any) -> tuple[tuple[list[Any], Sums], None]:
+        nothing = [jnp.zeros(slots[i].shape, slots[i].dtype) for i in stages.moving]
+        return backward(waiting, nothing, *carry, tick), None
+
+    start = (stages.zero_held(range(len(slots))), stages.zero_waiting(depth))
+    (held, waiting), _ = lax.scan(first, start, jnp.arange(p - 1, dtype=jnp.int32))
+    both = (held, waiting, stages.zero_held(stages.moving), _start(pipeline))
+    (_, waiting, handed, sums), _ = lax.scan(middle, both, jnp.arange(p - 1, c + p - 1, dtype=jnp.int32))
+    (_, sums), _ = lax.scan(final, (handed, sums), jnp.arange(c + p - 1, c + 2 * (p - 1), dtype=jnp.int32))
     return sums

@@ -122,13 +122,10 @@ class StageTicks:
             i = index(tick, stage)
             valid = (i >= 0) & (i < self.num_microbatches)
             i = jnp.clip(i, 0, self.num_microbatches - 1)
-            grads, own, common = self._layers_backward(
-                _local(stacked), shared, self._rows(rows, i), i, _local(kept), grads, stage
+            sums = (_local(totals[0]), _local(totals[1]))
+            grads, added = self._layers_backward(
+                _local(stacked), shared, self._rows(rows, i), i, _local(kept), grads, stage, sums, valid
             )
-            added = [
-                [_add(t, g, valid) for t, g in zip(_local(total), new, strict=True)]
-                for total, new in zip(totals, (own, common), strict=True)
-            ]
             leaving = [self._emit(x, s, 0) for x, s in zip(grads, slots, strict=True)]
             return _wide(self._pass(grads, -1)), leaving, (_wide(added[0]), _wide(added[1]))
 
@@ -180,14 +177,16 @@ class StageTicks:
         kept: list[Any],
         grads: list[Any],
         stage: Any,
-    ) -> tuple[list[Any], list[Any], list[Any]]:
+        totals: tuple[list[Any], list[Any]],
+        valid: Any,
+    ) -> tuple[list[Any], tuple[list[Any], list[Any]]]:
         run, per_stage = self.run, self.run.count // self.num_stages
         count = len(self.layer.kept)
         relays = dict(zip(self.relays, kept[count:], strict=True))
         slots = [relays.get(i) for i in range(len(run.slots))]
 
-        def one(carry: tuple[list[Any], list[Any]], own: tuple[Any, list[Any], list[Any]]) -> Any:
-            grads, common = carry
+        def one(carry: tuple[list[Any], list[Any], list[Any]], own: tuple[Any, list[Any], list[Any]]) -> Any:
+            grads, sums, common = carry
             number, weights, kept = own
             inputs = self._inputs(weights, shared, rows, index, slots)
             found = self.layer.backward(inputs, kept, self._output_grads(grads, stage * per_stage + number))
@@ -195,13 +194,15 @@ class StageTicks:
             grads = self._retreat(grads, by_source)
             mine = [self._pin(by_source[("stacked", i)], w.grads) for i, w in enumerate(run.stacked) if _trains(w)]
             theirs = [by_source[("shared", i)] for i in self.trained_shared]
-            added = [t + g.astype(t.dtype) for t, g in zip(common, theirs, strict=True)]
-            return (grads, added), mine
+            sums = [_add_at(t, number, g, valid) for t, g in zip(sums, mine, strict=True)]
+            common = [_add(t, g, valid) for t, g in zip(common, theirs, strict=True)]
+            return (grads, sums, common), None
 
-        zeros = [jnp.zeros(run.shared[i].shape, accumulator_dtype(run.shared[i].dtype)) for i in self.trained_shared]
+        pins = [PartitionSpec(None, *run.stacked[i].grads) for i in self.trained_stacked]
+        sums = [self._pin(t, spec) for t, spec in zip(totals[0], pins, strict=True)]
         xs = (jnp.arange(per_stage, dtype=jnp.int32), stacked, kept[:count])
-        (grads, common), own = lax.scan(one, (grads, zeros), xs, reverse=True)
-        return grads, own, common
+        (grads, sums, common), _ = lax.scan(one, (grads, sums, totals[1]), xs, reverse=True)
+        return grads, (sums, common)
 
     @property
     def trained_shared(self) -> tuple[int, ...]:
@@ -379,6 +380,12 @@ def _wide(values: Sequence[Any]) -> list[Any]:
 
 def _choose(condition: Any, yes: Sequence[Any], no: Sequence[Any]) -> list[Any]:
     return [jnp.where(condition, a, b) for a, b in zip(yes, no, strict=True)]
+
+
+def _add_at(totals: Any, place: Any, new: Any, valid: Any) -> Any:
+    """In the place of one layer: nothing else is read or written."""
+    total = lax.dynamic_index_in_dim(totals, place, 0, keepdims=False)
+    return lax.dynamic_update_index_in_dim(totals, _add(total, new, valid), place, 0)
 
 
 def _add(total: Any, new: Any, valid: Any) -> Any:

@@ -17,13 +17,15 @@ from uniap_jax.core.jax_compat import Literal, Var, no_mesh, shape_of
 from uniap_jax.frontend.arguments import Arguments
 from uniap_jax.frontend.batch_rules import CONST, Kind
 from uniap_jax.frontend.batching import FACTOR, Misaligned, classify, grown_dims
-from uniap_jax.frontend.capture import capture
+from uniap_jax.frontend.capture import Captured, capture
 from uniap_jax.frontend.cut import cut_points, mark_layer, marked_places, weigh
 from uniap_jax.frontend.layers import Cut, build_layers, loop_notes
+from uniap_jax.frontend.names import AxisRules, with_rules
+from uniap_jax.frontend.place import placed
 from uniap_jax.frontend.rng import CannotSlice, slice_random_bits
 from uniap_jax.frontend.split import LossTape, SplitStep, split_step
 
-__all__ = ["mark_layer", "trace"]
+__all__ = ["AxisRules", "mark_layer", "trace"]
 
 REDUCTIONS = {"mean": "mean", "sum": "sum", "rows": "concat", "const": "same"}
 
@@ -33,6 +35,7 @@ def trace(
     *args: Any,
     batch_argnums: int | Sequence[int] = (1,),
     static_argnums: int | Sequence[int] = (),
+    logical_axis_rules: AxisRules | None = None,
 ) -> LayerGraph:
     """Captures a train step and cuts its loss into layers; nothing is computed or compiled.
 
@@ -41,18 +44,21 @@ def trace(
         *args: an example call; arrays or `jax.ShapeDtypeStruct`s.
         batch_argnums: arguments whose leaves have the global batch as leading dimension.
         static_argnums: arguments handed to the step as they are.
+        logical_axis_rules: what may split the dimensions that a Flax model names, for example
+            (("mlp", "tensor"), ("embed", "fsdp"), ("kv", None)); None leaves all to the search.
 
     Returns:
         The graph of layers, in trace order.
 
     Raises:
-        TraceError: no gradient, several, or arguments that cannot be traced.
+        TraceError: no gradient, several, arguments that cannot be traced, or a rule for a split that does not exist.
     """
     batch_argnums = (batch_argnums,) if isinstance(batch_argnums, int) else tuple(batch_argnums)
     static_argnums = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
     arguments = Arguments(args, batch_argnums=batch_argnums, static_argnums=static_argnums)
     with no_mesh():
-        return _Tracer(train_step, arguments).graph()
+        graph = _Tracer(train_step, arguments).graph()
+        return graph if logical_axis_rules is None else with_rules(graph, arguments.dim_names(args), logical_axis_rules)
 
 
 def _fingerprint(cut: Cut, params: Sequence[Value], step: Step) -> str:
@@ -64,6 +70,12 @@ def _fingerprint(cut: Cut, params: Sequence[Value], step: Step) -> str:
     layers = [(layer.params, layer.reads, layer.writes) for layer in cut.layers]
     values = [(shape_of(a).shape, str(shape_of(a).dtype)) for a in cut.values]
     return hashlib.sha256(repr((shapes, layers, values)).encode()).hexdigest()[:32]
+
+
+def _split(captured: Captured) -> SplitStep:
+    """The parts of a step, what its loss makes of parameters beside the readers."""
+    parts = split_step(captured)
+    return replace(parts, loss=placed(parts.loss))
 
 
 def _first_line(error: BaseException) -> str:
@@ -86,7 +98,7 @@ class _Tracer:
     def __init__(self, step: Callable[..., Any], arguments: Arguments) -> None:
         self.step, self.arguments = step, arguments
         self.captured = capture(step, arguments)
-        self.whole = split_step(self.captured)
+        self.whole = _split(self.captured)
         self.index = Var(jax.make_jaxpr(lambda i: i)(jax.ShapeDtypeStruct((), jnp.int32)).in_avals[0])
         work = weigh(self.whole.loss)
         if not work.order:
@@ -99,7 +111,7 @@ class _Tracer:
         self._lock = threading.Lock()
 
     def _retrace(self, size: int) -> SplitStep:
-        return split_step(capture(self.step, self.arguments.resized(size)))
+        return _split(capture(self.step, self.arguments.resized(size)))
 
     def _batching(self) -> _Batching:
         """Kinds of all values, from a second trace at twice the batch."""

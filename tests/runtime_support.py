@@ -51,15 +51,16 @@ class Decoder(nn.Module):
     tied: bool = True
     dropout: float = 0.0
     dtype: Any = jnp.float32
+    vocabulary: int = VOCABULARY
 
     @nn.compact
     def __call__(self, tokens: jax.Array, train: bool = True) -> jax.Array:
-        embed = nn.Embed(VOCABULARY, WIDTH, dtype=self.dtype)
+        embed = nn.Embed(self.vocabulary, WIDTH, dtype=self.dtype)
         x = embed(tokens)
         for _ in range(self.layers):
             x = Block(self.dropout, self.dtype)(x, train)
         x = nn.LayerNorm(dtype=self.dtype)(x)
-        return embed.attend(x) if self.tied else nn.Dense(VOCABULARY, dtype=self.dtype)(x)
+        return embed.attend(x) if self.tied else nn.Dense(self.vocabulary, dtype=self.dtype)(x)
 
 
 DECODER = Decoder()

@@ -117,6 +117,7 @@ class Parallelized:
             *args,
             batch_argnums=self._options.batch_argnums,
             static_argnums=self._options.static_argnums,
+            logical_axis_rules=self._options.logical_axis_rules,
         )
         # an optimizer built anew is another function, not another model: its update is compiled, nothing is solved
         plan = next((p.plan for p in self._planned if p.graph.fingerprint == graph.fingerprint), self._options.plan)
@@ -205,6 +206,7 @@ def parallelize(
     verify: bool = False,
     static_argnums: int | Sequence[int] = (),
     axis_name: str | None = None,
+    logical_axis_rules: frontend.AxisRules | None = None,
     num_stages: int | Literal["auto"] = "auto",
     num_microbatches: int | Literal["auto"] = "auto",
     schedule: str = "auto",
@@ -237,6 +239,8 @@ def parallelize(
             peak memory, reshardings through full copies, each with its layer and source line.
         static_argnums: arguments handed to the step as they are, hashable or not.
         axis_name: of a step written for `pmap`: bound to the whole batch.
+        logical_axis_rules: what may split the dimensions that a Flax model names, for example
+            (("mlp", "tensor"), ("embed", "fsdp"), ("kv", None)); None leaves all to the search.
         num_stages: pipeline stages, or "auto".
         num_microbatches: micro-batches per step, or "auto".
         schedule: "gpipe", "one_f_one_b" or "auto".
@@ -277,6 +281,7 @@ def parallelize(
         verify=verify,
         static_argnums=numbers(static_argnums),
         axis_name=axis_name,
+        logical_axis_rules=logical_axis_rules,
         num_stages=num_stages,
         num_microbatches=num_microbatches,
         schedule=schedule,

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import jax
 
-from uniap_jax import cost_model, planner, profiler, runtime
+from uniap_jax import cost_model, frontend, planner, profiler, runtime
 from uniap_jax.core.cluster import Cluster, local_cluster
 from uniap_jax.core.costs import CostModel
 from uniap_jax.core.errors import PlanMismatchError
@@ -69,6 +69,7 @@ class Options:
     verify: bool
     static_argnums: tuple[int, ...]
     axis_name: str | None
+    logical_axis_rules: frontend.AxisRules | None
     num_stages: int | Literal["auto"]
     num_microbatches: int | Literal["auto"]
     schedule: str

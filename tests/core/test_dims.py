@@ -106,11 +106,12 @@ def test_kv_heads_bound_the_degree():
     assert "size 2 do not divide by 4; tensor=2 would work" in split.reason
 
 
-def test_a_vocabulary_that_does_not_divide_says_what_would():
+def test_a_vocabulary_that_does_not_divide_is_filled_up():
     layer = make_layer(lambda w, t: w[t], [zeros(50257, 4)], [np.zeros((B, S), np.int32)])
     split = tensor_split(layer, 2)
-    assert "50257" in split.reason
-    assert "tensor=29, 1733, 50257" in split.reason
+    assert [(p.size, p.padded) for p in split.pads] == [(50257, 50258)]
+    assert (split.params, split.stored, split.moved) == ((0,), (1,), {0})
+    assert "a dimension of size 50257 is filled up to 50258 where it is computed with" in split.notes
 
 
 def test_a_layer_of_norms_alone_has_nothing_to_split():
@@ -131,11 +132,12 @@ def test_head_dimension_is_never_sharded():
         return jnp.einsum("bshd,hde->bse", attend(q, k, v, 0.0), wo)
 
     flat = make_layer(f, [*[zeros(E, 3 * D)] * 3, zeros(3 * D, E)], reads=[zeros(B, S, E)])
-    split_out = make_layer(per_head, [*[zeros(E, 3, D)] * 3, zeros(3, D, E)], reads=[zeros(B, S, E)])
-    for layer in (flat, split_out):
-        split = tensor_split(layer, 2)
-        assert split.params == (None,) * 4
-        assert "size 3 do not divide by 2; tensor=3 would work" in split.reason
+    split = tensor_split(flat, 2)
+    assert split.params == (None,) * 4
+    assert "size 3 do not divide by 2; tensor=3 would work" in split.reason
+    apart = tensor_split(make_layer(per_head, [*[zeros(E, 3, D)] * 3, zeros(3, D, E)], reads=[zeros(B, S, E)]), 2)
+    assert apart.params == (1, 1, 1, 0)  # the heads, filled up to four
+    assert {(p.size, p.padded) for p in apart.pads} == {(3, 4)}
 
 
 def test_a_contrast_of_two_batches_may_be_summed_in_parts():

@@ -8,18 +8,19 @@ every count is a sum of products of shapes in which the batch appears at most on
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from uniap_jax.core.dim_edges import expert_split
 from uniap_jax.core.errors import TraceError
 from uniap_jax.core.graph import Layer, LayerGraph, Value
 from uniap_jax.core.machine import Cluster
 from uniap_jax.core.profile import LayerCost, Links, overlapped
-from uniap_jax.core.sharding import Splits, axis_sizes, layer_sharding, layer_splits, shard_bytes
+from uniap_jax.core.sharding import Splits, layer_splits
 from uniap_jax.core.strategy import Strategy
+from uniap_jax.core.weights import ParamBytes, param_bytes
 from uniap_jax.core.work import Pass, Work, measure_work
 
 FloatArray = NDArray[np.float64]
@@ -46,27 +47,6 @@ class Parts:
     forward_share: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParamBytes:
-    """Bytes of a layer's parameters on one device, by use.
-
-    Attributes:
-        used: as the layer computes with them, gathered over fsdp.
-        stored: between steps.
-        grads: accumulated gradients.
-        full_grads: gradients before they are scattered.
-        shared_grads: of `full_grads`, those that expert ways do not split.
-        count: number of parameters.
-    """
-
-    used: float
-    stored: float
-    grads: float
-    full_grads: float
-    shared_grads: float
-    count: int
-
-
 def divisors(n: int) -> tuple[int, ...]:
     """Every divisor, smallest first."""
     return tuple(d for d in range(1, n + 1) if n % d == 0)
@@ -77,32 +57,6 @@ def base_graph(graph: LayerGraph) -> LayerGraph:
     return graph if graph.num_microbatches == 1 else graph.microbatch(1)
 
 
-def param_bytes(graph: LayerGraph, layer: Layer, strategy: Strategy) -> ParamBytes:
-    """Bytes of a layer's parameters on one device.
-
-    Raises:
-        StrategyError: the strategy is illegal for this layer.
-    """
-    where = layer_sharding(graph, layer, strategy)
-    sizes = dict(axis_sizes(strategy.num_devices))
-    values = [graph.params[p] for p in layer.params]
-
-    def total(specs: Any) -> float:
-        return float(sum(shard_bytes(v, s, sizes) for v, s in zip(values, specs, strict=True)))
-
-    experts = expert_split(layer, strategy.expert).params
-    used = total(where.params)
-    own = sum(shard_bytes(v, s, sizes) for v, s, d in zip(values, where.params, experts, strict=True) if d is not None)
-    return ParamBytes(
-        used=used,
-        stored=total(where.stored),
-        grads=total(where.grads),
-        full_grads=used,
-        shared_grads=used - own,
-        count=len(values),
-    )
-
-
 class Describer:
     """Costs of layers from counts and rates; every layer, `keep` and choice of split dimensions is traced once.
 
@@ -110,17 +64,32 @@ class Describer:
         graph: traced at any number of micro-batches.
         cluster: rates.
         links: times of collectives; those of the cluster where None.
+
+    Attributes:
+        untried_splits: `splits`, of which the last was not traced yet: a trace of a large model takes seconds.
+        notes: what the numbers leave out, one sentence each.
     """
 
     def __init__(self, graph: LayerGraph, cluster: Cluster, links: Links | None = None) -> None:
         self.graph = base_graph(graph)
         self.cluster = cluster
         self.links = links or Links(cluster)
-        self.splits, self._small, self.notes = _splits(self.graph)
+        self.untried_splits, self._small, self.notes = _splits(self.graph)
         self._pieces = self._small.num_microbatches if self._small else 1
         self._work: dict[tuple[object, ...], tuple[Work, Work | None]] = {}
         self._weights: dict[tuple[str, Strategy], ParamBytes] = {}
         self._chosen: dict[tuple[str, Strategy], Splits] = {}
+
+    @cached_property
+    def splits(self) -> tuple[int, ...]:
+        """Numbers of micro-batches the batch may be cut into, micro-batches of one example among them if they trace."""
+        if self._small is not None and self._pieces < self.untried_splits[-1]:
+            try:
+                self.graph.microbatch(self.untried_splits[-1])
+            except TraceError as error:
+                self.notes = (*self.notes, f"Micro-batches of one example are left out: {error}.")
+                return self.untried_splits[:-1]
+        return self.untried_splits
 
     def cost(self, layer: Layer, strategy: Strategy, *, samples: int, fused: bool) -> LayerCost:
         """One micro-batch of a layer.
@@ -142,7 +111,8 @@ class Describer:
         backward = self._pass(full.backward, small.backward if small else None, local)
         gather, slowdown = self._gather_s(strategy, weights), self.cluster.overlap_slowdown
         again = gather if strategy.keep != "all" or not fused else 0.0
-        ahead, behind = self._seconds(forward, strategy), self._seconds(backward, strategy)
+        there, back = self._exchange_s(strategy, weights)
+        ahead, behind = self._seconds(forward, strategy) + there, self._seconds(backward, strategy) + back
         backward_s = overlapped(behind, again, slowdown)
         return LayerCost(
             forward_s=overlapped(ahead, gather, slowdown),
@@ -175,7 +145,7 @@ class Describer:
             self._chosen[plain] = layer_splits(self.graph, layer, strategy)
         splits = self._chosen[plain]
         chosen = splits.tensor  # the degree itself changes no count, only what is split
-        which = (chosen.params, chosen.views, splits.sequence, splits.expert, splits.along_tensor)
+        which = (chosen.params, chosen.views, chosen.pads, splits.sequence, splits.expert, splits.along_tensor)
         key = (_kind(layer), strategy.keep, strategy.tensor > 1, which)
         if key not in self._work:
             full = measure_work(layer, keep=strategy.keep, tensor=strategy.tensor, splits=splits)
@@ -229,11 +199,12 @@ class Describer:
         timed = [self._compute(p, strategy) for p in passes]
         total = [sum(t) for t in timed]
         gathers = 2 if strategy.keep != "all" or not fused else 1
+        exchange_s = sum(self._exchange_s(strategy, weights))
         return Parts(
             flops_s=sum(t[0] for t in timed),
             memory_s=sum(t[1] for t in timed),
             kernels_s=sum(t[2] for t in timed),
-            reduce_s=sum(self._reduce_s(p, strategy) for p in passes),
+            reduce_s=sum(self._reduce_s(p, strategy) for p in passes) + exchange_s,
             gather_s=gathers * self._gather_s(strategy, weights),
             forward_share=total[0] / sum(total) if sum(total) > 0 else 1 / 3,
         )
@@ -269,6 +240,13 @@ class Describer:
         bandwidth = cluster.memory_bandwidth_bytes_per_s * cluster.memory_efficiency
         compute = np.maximum(work.flops / rates, work.nbytes / bandwidth) / ways if len(work.dtypes) else np.zeros(0)
         return float(compute.sum() + len(compute) * cluster.op_overhead_s + self._reduce_s(work, strategy))
+
+    def _exchange_s(self, strategy: Strategy, weights: ParamBytes) -> tuple[float, float]:
+        """Parameters brought to where the tensor ways use them, and gradients brought back."""
+        ways = strategy.tensor
+        there = sum(self.links.time_s("all_to_all", b, ways, 1) for b in weights.exchanged)
+        back = there + sum(self.links.time_s("all_gather", b * ways, ways, 1) for b in weights.regathered)
+        return there, back + (there if strategy.keep != "all" else 0.0)
 
     def _gather_s(self, strategy: Strategy, weights: ParamBytes) -> float:
         if strategy.fsdp == 1 or strategy.zero < 3:
@@ -319,12 +297,14 @@ class Describer:
     def _kept_weights(self, strategy: Strategy, weights: ParamBytes, fused: bool) -> float:
         """A fused program without recompute holds gathered parameters until the backward."""
         gathered = strategy.fsdp > 1 and strategy.zero == 3
-        return weights.used if gathered and fused and strategy.keep == "all" else 0.0
+        copied = weights.copied if strategy.keep == "all" else 0.0
+        return copied + (weights.used if gathered and fused and strategy.keep == "all" else 0.0)
 
     def _working_weights(self, strategy: Strategy, weights: ParamBytes, fused: bool) -> float:
-        if strategy.fsdp == 1:
-            return 0.0
-        return weights.used if strategy.zero == 3 and not (fused and strategy.keep == "all") else 0.0
+        """Gathered parameters, and gradients that are yet to be brought to where they are summed up."""
+        copied = weights.copied if strategy.keep == "all" else 2 * weights.copied
+        held = strategy.fsdp > 1 and strategy.zero == 3 and not (fused and strategy.keep == "all")
+        return copied + (weights.used if held else 0.0)
 
 
 def _local(samples: int, strategy: Strategy) -> float:
@@ -354,10 +334,6 @@ def _splits(graph: LayerGraph) -> tuple[tuple[int, ...], LayerGraph | None, tupl
         small = graph.microbatch(pieces if pieces > 1 else whole[-1])
     except TraceError as error:
         return (1,), None, (f"The batch is not split into micro-batches: {error}.",)
-    try:
-        graph.microbatch(whole[-1])
-    except TraceError as error:
-        return whole[:-1], small, (f"Micro-batches of one example are left out: {error}.",)
     return whole, small, ()
 
 

@@ -64,6 +64,7 @@ class DimClass:
         weighted: whether it is summed over with a weight, as features are and positions are not.
         stacked: whether it is a batch dimension of products with weights, as experts stacked in one array are.
         blocks: why it cannot be sharded at all; empty where it can.
+        even: whether all its dimensions have its size.
     """
 
     index: int
@@ -78,6 +79,7 @@ class DimClass:
     weighted: bool
     stacked: bool
     blocks: tuple[Block, ...]
+    even: bool
 
 
 class ClassBuilder:
@@ -248,6 +250,7 @@ class _Resolver:
                 weighted=r in weighted,
                 stacked=r in stacked,
                 blocks=tuple(self._blocks[r]),
+                even=len({b._size[n] for n in nodes}) == 1,
             )
             for i, (r, nodes) in enumerate(members.items())
         )

@@ -115,9 +115,13 @@ def expert_split(layer: Layer, degree: int) -> ExpertSplit:
     params: list[int | None] = [None] * len(layer.params)
     if degree == 1:
         return ExpertSplit(params=tuple(params))
-    stacked = [c for c in layer_classes(layer).classes if c.stacked and c.params]
-    chosen = heaviest([c for c in stacked if c.size % degree == 0], layer)
     ranks = [len(a.shape) for a in layer.jaxpr.in_avals[: len(layer.params)]]
+    stacked = [
+        c
+        for c in layer_classes(layer).classes
+        if c.stacked and c.params and all(layer.may(p, d, "expert") for p, d in c.params if d < ranks[p] - 1)
+    ]
+    chosen = heaviest([c for c in stacked if c.size % degree == 0], layer)
     for c in chosen:
         for p, d in c.params:
             params[p] = d if d < ranks[p] - 1 else None  # a router ends in its experts, it is not one of them

@@ -155,7 +155,7 @@ def squeeze(use: Use) -> list[Dims]:
     return [tuple(n for i, n in enumerate(use.ins[0]) if i not in gone)]
 
 
-def _groups(a: tuple[int, ...], b: tuple[int, ...]) -> list[tuple[list[int], list[int]]]:
+def same_groups(a: tuple[int, ...], b: tuple[int, ...]) -> list[tuple[list[int], list[int]]]:
     """Smallest runs of dimensions of two shapes with equal products, sizes of 1 left out."""
     left = [i for i, n in enumerate(a) if n != 1]
     right = [i for i, n in enumerate(b) if n != 1]
@@ -180,7 +180,7 @@ def reshape(use: Use) -> list[Dims]:
     if 0 in shape or use.eqn.params.get("dimensions") is not None:
         return unknown(use)
     out = [use.classes.new(n) for n in new_shape]
-    for xs, ys in _groups(shape, new_shape):
+    for xs, ys in same_groups(shape, new_shape):
         use.classes.unite(dims[xs[0]], out[ys[0]])
         for whole, parts in ((dims[xs[0]], xs), (out[ys[0]], ys)):
             nodes = [dims[i] if parts is xs else out[i] for i in parts]

@@ -7,7 +7,7 @@ can be cut over devices: activations arrive and leave whole, and the sum is the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import combinations
 from typing import Any
@@ -15,6 +15,8 @@ from typing import Any
 from uniap_jax.core.dim_classes import CROSSES, MINOR, PIECES, SUMMED_BETWEEN, DimClass, View
 from uniap_jax.core.dim_walk import Walked, walk
 from uniap_jax.core.graph import Layer
+from uniap_jax.core.padding import Pad, padded_layer
+from uniap_jax.core.padding_rules import NotPaddedError
 
 # Sharding a small looked-up table (positions, segments) costs an all-reduce of an activation and saves nothing.
 _SMALLEST_TABLE = 0.05
@@ -31,12 +33,17 @@ class TensorSplit:
     """What `tensor=degree` shards in one layer.
 
     Attributes:
-        params: for each of `layer.params` the dimension sharded over the tensor axes, or None.
+        params: for each of `layer.params` the dimension sharded over the tensor axes where it is computed with, or
+            None.
         reason: "" where the degree is legal for this layer, else why not, with the sizes that would work.
-        views: parameter dimensions that join several sharded pieces; such a parameter is stored whole and cut
-            piece by piece where it is used.
-        chosen: the classes that are sharded.
+        views: parameter dimensions that join several sharded pieces; such a parameter is cut piece by piece where it
+            is used.
+        chosen: the classes that are sharded, of the layer with `pads`.
         notes: what stands in the way of others, one sentence each with its source line.
+        pads: parameter dimensions that do not divide and are made longer inside the layer.
+        stored: for each of `layer.params` the dimension along which the tensor axes split it between steps, or None.
+            It is another than in `params` for a parameter with pads or views, whose shards would not be equal or not
+            those that are computed with.
     """
 
     params: tuple[int | None, ...]
@@ -44,6 +51,13 @@ class TensorSplit:
     views: tuple[View, ...] = field(default=())
     chosen: tuple[DimClass, ...] = field(default=())
     notes: tuple[str, ...] = field(default=())
+    pads: tuple[Pad, ...] = field(default=())
+    stored: tuple[int | None, ...] = field(default=())
+
+    @property
+    def moved(self) -> frozenset[int]:
+        """Parameters whose parts the devices exchange before they are used."""
+        return frozenset([p.param for p in self.pads] + [v.param for v in self.views])
 
 
 def tensor_split(layer: Layer, degree: int, *, apart: frozenset[int] = frozenset()) -> TensorSplit:
@@ -55,19 +69,81 @@ def tensor_split(layer: Layer, degree: int, *, apart: frozenset[int] = frozenset
         apart: classes that other ways split.
     """
     if degree == 1:
-        return TensorSplit(params=(None,) * len(layer.params))
+        return TensorSplit(params=(None,) * len(layer.params), stored=(None,) * len(layer.params))
+    return _split(_Key(layer), degree, apart)
+
+
+@lru_cache(maxsize=2048)
+def _split(key: _Key, degree: int, apart: frozenset[int]) -> TensorSplit:
+    """The choice for a layer, with dimensions made longer where that makes them divide."""
+    layer, plain = key.layer, _chosen(key.layer, degree, apart)
+    best, refused = plain, list[str]()
+    for c in () if apart else _uneven(layer, degree):
+        padded = -(-c.size // degree) * degree
+        pads = tuple(Pad(param=p, dim=d, size=c.size, padded=padded) for p, d in c.params)
+        try:
+            longer = _chosen(longer_layer(layer, (*best.pads, *pads)), degree, apart)
+        except NotPaddedError as error:
+            refused.append(f"a dimension of size {c.size} is not filled up to {padded}: {error}")
+            continue
+        if all(longer.params[p.param] == p.dim for p in pads):
+            best = replace(longer, pads=(*best.pads, *pads))
+    filled = dict.fromkeys((p.size, p.padded) for p in best.pads)
+    notes = [f"a dimension of size {n} is filled up to {m} where it is computed with" for n, m in filled]
+    reason = "; ".join([best.reason, *refused]) if best.reason else ""
+    return replace(best, reason=reason, notes=(*notes, *best.notes, *refused), stored=_stored(layer, best, degree))
+
+
+def _uneven(layer: Layer, degree: int) -> list[DimClass]:
+    """Classes that could be sharded if they were longer, the heaviest first."""
+    open_ = _worthwhile(_open_classes(layer_classes(layer).classes, layer))
+    found = [c for c in open_ if c.size % degree and c.size > degree and c.even and not c.views]
+    return sorted(found, key=lambda c: (-c.flops, c.index))
+
+
+def _stored(layer: Layer, split: TensorSplit, degree: int) -> tuple[int | None, ...]:
+    """Where the tensor axes split parameters between steps: where they are computed so, else along what divides."""
+    stored = list(split.params)
+    moved = [(p.param, p.dim) for p in split.pads] + [(v.param, v.dim) for v in split.views]
+    for param, dim in moved:
+        shape = layer.jaxpr.in_avals[param].shape
+        fits = [d for d, n in enumerate(shape) if d != dim and n % degree == 0 and layer.may(param, d, "tensor")]
+        stored[param] = max(fits, key=lambda d: shape[d], default=None)
+    return tuple(stored)
+
+
+def _chosen(layer: Layer, degree: int, apart: frozenset[int]) -> TensorSplit:
+    """The choice among dimensions as they are."""
     walked = layer_classes(layer)
     open_ = [c for c in _open_classes(walked.classes, layer) if c.index not in apart]
     fitting = _worthwhile([c for c in open_ if c.size % degree == 0])
     chosen = heaviest(fitting, layer)
     notes = (*walked.notes, *_notes(walked.classes, open_, chosen, degree))
+    kept = [c for c in _free_classes(walked.classes) if not _may(c, layer)]
+    notes += tuple(f"a dimension of size {c.size} stays whole: logical_axis_rules keep it from tensor" for c in kept)
     params: list[int | None] = [None] * len(layer.params)
     for c in chosen:
         for p, d in c.params:
             params[p] = d
     views = tuple(v for c in chosen for v in c.views)
     reason = "" if chosen else _reason(walked.classes, open_, degree)
+    if reason and kept and not open_:
+        reason = f"logical_axis_rules keep its dimensions of size {', '.join(str(c.size) for c in kept)} from tensor"
     return TensorSplit(params=tuple(params), reason=reason, views=views, chosen=chosen, notes=notes)
+
+
+def longer_layer(layer: Layer, pads: tuple[Pad, ...]) -> Layer:
+    """A layer with dimensions made longer, to look at; equal layers share one, so its literals may be another's.
+
+    Raises:
+        NotPaddedError: an equation has no rule for it.
+    """
+    return _longer(_Key(layer), pads) if pads else layer
+
+
+@lru_cache(maxsize=512)
+def _longer(key: _Key, pads: tuple[Pad, ...]) -> Layer:
+    return padded_layer(key.layer, pads)
 
 
 def layer_classes(layer: Layer) -> Walked:
@@ -81,7 +157,14 @@ class _Key:
     def __init__(self, layer: Layer) -> None:
         self.layer = layer
         avals = tuple((tuple(a.shape), str(a.dtype)) for a in (*layer.jaxpr.in_avals, *layer.jaxpr.out_avals))
-        self._key = (layer.signature, len(layer.params), len(layer.operands), len(layer.jaxpr.eqns), avals)
+        self._key = (
+            layer.signature,
+            layer.allowed,
+            len(layer.params),
+            len(layer.operands),
+            len(layer.jaxpr.eqns),
+            avals,
+        )
 
     def __hash__(self) -> int:
         return hash(self._key)
@@ -110,10 +193,19 @@ def _elements(c: DimClass, sizes: list[int]) -> int:
 def _open_classes(classes: tuple[DimClass, ...], layer: Layer) -> list[DimClass]:
     """Classes that may be sharded: in a parameter, summed over, nothing in the way, a table only where it is large."""
     sizes = _sizes(layer)
-    found = [c for c in classes if (c.params or c.views) and c.contracted and not c.blocks]
+    found = [c for c in _free_classes(classes) if _may(c, layer)]
     tables = [c for c in found if c.lookup]
     largest = max(tables, key=lambda c: _elements(c, sizes), default=None)
     return [c for c in found if not c.lookup or (c is largest and _elements(c, sizes) >= _SMALLEST_TABLE * sum(sizes))]
+
+
+def _free_classes(classes: tuple[DimClass, ...]) -> list[DimClass]:
+    return [c for c in classes if (c.params or c.views) and c.contracted and not c.blocks]
+
+
+def _may(c: DimClass, layer: Layer) -> bool:
+    """Whether the user lets tensor ways split all of a class."""
+    return all(layer.may(p, d, "tensor") for p, d in [*c.params, *((v.param, v.dim) for v in c.views)])
 
 
 def _worthwhile(classes: list[DimClass]) -> list[DimClass]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from uniap_jax.core.jax_compat import ClosedJaxpr
+
+Allowed = tuple[frozenset[str] | None, ...]
+"""For each dimension of a parameter the kinds of ways that may split it ("tensor", "fsdp", "expert"), None for any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +32,7 @@ class Value:
     @property
     def size(self) -> int:
         """Number of elements."""
-        return int(np.prod(self.shape, dtype=np.int64))
+        return math.prod(map(int, self.shape))
 
     @property
     def nbytes(self) -> int:
@@ -69,6 +71,7 @@ class Layer:
         writes: positions in `LayerGraph.values` of what this layer writes.
         signature: equal for layers whose jaxprs are equal up to names; such layers share profiles.
         flops: floating-point operations of its forward pass.
+        allowed: for each of `params` what may split its dimensions, () for anything; () where nothing is kept for any.
     """
 
     index: int
@@ -81,6 +84,13 @@ class Layer:
     writes: tuple[int, ...]
     signature: str
     flops: float
+    allowed: tuple[Allowed, ...] = ()
+
+    def may(self, param: int, dim: int, role: str) -> bool:
+        """Whether ways of a kind may split a dimension of `params[param]`."""
+        dims = self.allowed[param] if self.allowed else ()
+        kept = dims[dim] if dim < len(dims) else None
+        return kept is None or role in kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

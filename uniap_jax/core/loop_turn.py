@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from uniap_jax.core.graph import LayerGraph, Operand, Value
+from uniap_jax.core.graph import Allowed, LayerGraph, Operand, Value
 from uniap_jax.core.jax_compat import Var
 from uniap_jax.core.jaxprs import close, open_jaxpr, signature
 from uniap_jax.core.loop_cut import ScanCut
@@ -78,6 +79,15 @@ def turn_of(graph: LayerGraph, cut: ScanCut) -> Turn:
         writes=tuple(range(len(reads), len(reads) + len(writes))),
         signature=f"{signature(jaxpr)}-{len(params)}-{len(operands)}",
         flops=cut.layer.flops / cut.length,
+        allowed=_allowed(cut, [(i, kinds[i]) for i in groups[0]]),
     )
     alone = replace(graph, layers=(layer,), params=params, operands=operands, values=(*reads, *writes))
     return Turn(graph=alone, kinds=kinds, params=tuple(groups[0]), operands=tuple(groups[1]), reads=tuple(groups[2]))
+
+
+def _allowed(cut: ScanCut, params: Sequence[tuple[int, str]]) -> tuple[Allowed, ...]:
+    """What may split the dimensions of a turn's parameters: what may split those of the loop's."""
+    known = dict(zip(cut.layer.jaxpr.jaxpr.invars, cut.layer.allowed, strict=False))
+    of_loop = [(known.get(cut.eqn.invars[i], ()), kind) for i, kind in params]
+    found = tuple(dims[1:] if kind == "stacked" else dims for dims, kind in of_loop)
+    return found if any(found) else ()

@@ -22,9 +22,10 @@ from uniap_jax.core.dim_classes import View
 from uniap_jax.core.dim_shape_rules import shape_of
 from uniap_jax.core.dims import TensorSplit
 from uniap_jax.core.graph import Layer
-from uniap_jax.core.jax_compat import ClosedJaxpr, JaxprEqn, Literal, Var, build_jaxpr
+from uniap_jax.core.jax_compat import ClosedJaxpr, JaxprEqn, Literal, Var
 from uniap_jax.core.jaxprs import flatten, open_jaxpr
-from uniap_jax.core.rewrite_pieces import Held, follow, per_piece
+from uniap_jax.core.padding import filled, padded_layer
+from uniap_jax.core.rewrite_pieces import Held, evaluate, follow, per_piece
 
 _SAME = ("convert_element_type", "copy", "copy_p", "transpose", "reshape")
 
@@ -45,9 +46,42 @@ class Ways:
 
 
 def tensor_rewrite(layer: Layer, split: TensorSplit, ways: Ways) -> ClosedJaxpr:
+    """The layer's jaxpr as the ways over which its classes are sharded compute it.
+
+    Takes and returns what `layer.jaxpr` does. Projections are merged, and dimensions that do not divide are made
+    longer inside. Where there is nothing to do it is `layer.jaxpr` itself.
+    """
+    if split.reason or not split.pads:
+        return merged(layer, split, ways)
+    inner = merged(padded_layer(layer, split.pads), split, ways)
+
+    def run(*args: jax.Array) -> list[jax.Array]:
+        return list(jax.core.eval_jaxpr(inner.jaxpr, inner.consts, *_filled(split, args, ways)))
+
+    return jax.make_jaxpr(run)(*_shapes(layer))
+
+
+def _filled(split: TensorSplit, args: Sequence[jax.Array], ways: Ways) -> list[jax.Array]:
+    """The arguments of a layer, parameters filled up and moved from where they are stored to where they are used.
+
+    A parameter is filled up while it is split along another dimension, which moves nothing; then the devices exchange
+    parts of it, and of its gradient on the way back. Without the pins XLA gathers it.
+    """
+    given = list(args)
+    for i, dim in enumerate(split.stored):
+        if pads := [p for p in split.pads if p.param == i]:
+            longer = ways.lay(filled(ways.lay(args[i], dim), pads), dim)
+            given[i] = ways.lay(longer, pads[0].dim)
+    return given
+
+
+def merged(layer: Layer, split: TensorSplit, ways: Ways) -> ClosedJaxpr:
     """The layer's jaxpr with projections merged for the ways over which its classes are sharded.
 
-    Takes and returns what `layer.jaxpr` does. Where there is nothing to merge it is `layer.jaxpr` itself.
+    Args:
+        layer: with its dimensions as long as `split.pads` says.
+        split: what is sharded.
+        ways: over what.
     """
     if split.reason or not split.chosen:
         return layer.jaxpr
@@ -56,9 +90,12 @@ def tensor_rewrite(layer: Layer, split: TensorSplit, ways: Ways) -> ClosedJaxpr:
     def run(*args: jax.Array) -> list[jax.Array]:
         return [h.whole() for h in evaluator.body(layer.jaxpr, _inputs(split, args, ways))]
 
-    shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in layer.jaxpr.jaxpr.invars]
-    rewritten = jax.make_jaxpr(run)(*shapes)
+    rewritten = jax.make_jaxpr(run)(*_shapes(layer))
     return rewritten if evaluator.merged else layer.jaxpr
+
+
+def _shapes(layer: Layer) -> list[jax.ShapeDtypeStruct]:
+    return [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in layer.jaxpr.jaxpr.invars]
 
 
 def _inputs(split: TensorSplit, args: Sequence[jax.Array], ways: Ways) -> list[Held]:
@@ -66,22 +103,24 @@ def _inputs(split: TensorSplit, args: Sequence[jax.Array], ways: Ways) -> list[H
     views, held = {v.param: v for v in split.views}, []
     for i, x in enumerate(args):
         if i in views:
-            held.append(_cut(x, views[i], ways))
+            held.append(_cut(x, views[i], split.stored[i], ways))
         else:
             param = i < len(split.params)
             held.append(Held(arrays=(x,), sharded=split.params[i] if param else None, param=param))
     return held
 
 
-def _cut(x: jax.Array, view: View, ways: Ways) -> Held:
+def _cut(x: jax.Array, view: View, stored: int | None, ways: Ways) -> Held:
     """A fused parameter in pieces, each sharded.
 
-    It is whole on every device before it is seen as (pieces, n); so the cut moves nothing, and its gradient is
-    gathered once. Without the two pins XLA cuts it across the pieces first and then shuffles them.
+    It is seen as (pieces, n) while it is split along another dimension, or whole; so the cut moves nothing. Then the
+    devices exchange parts of it, and of its gradient on the way back. Without the pins XLA cuts it across the pieces
+    first and then shuffles them.
     """
     d = view.dim
-    seen = ways.lay(x, None).reshape(*x.shape[:d], view.outer, -1, *x.shape[d + 1 :])
-    seen = ways.lay(seen, d + 1)
+    kept = stored if stored is None or stored < d else stored + 1
+    seen = ways.lay(x, stored).reshape(*x.shape[:d], view.outer, -1, *x.shape[d + 1 :])
+    seen = ways.lay(ways.lay(seen, kept), d + 1)
     pieces = tuple(lax.index_in_dim(seen, i, axis=d, keepdims=False) for i in range(view.outer))
     return Held(arrays=pieces, joined=d, sharded=d, param=True)
 
@@ -243,14 +282,6 @@ class _Evaluator:
 def _inner(dim: int | None) -> int | None:
     """Where a dimension of scanned arrays is in one turn; None for the scanned one."""
     return dim - 1 if dim else None
-
-
-def evaluate(eqn: JaxprEqn, args: Sequence[Any]) -> list[jax.Array]:
-    """One equation on other arguments."""
-    variables = [(v, a) for v, a in zip(eqn.invars, args, strict=True) if not isinstance(v, Literal)]
-    unique = dict(variables)
-    closed = build_jaxpr(list(unique), list(eqn.outvars), [eqn])
-    return jax.core.eval_jaxpr(closed.jaxpr, [], *unique.values())
 
 
 def _read(env: dict[Any, Held], atom: Any) -> Held:

@@ -23,9 +23,11 @@ from uniap_jax.core.dim_rules import ELEMENTWISE
 from uniap_jax.core.dim_shape_rules import LIVE, PARAM, shape_of
 from uniap_jax.core.dim_walk import Held, Walker, enter
 from uniap_jax.core.graph import Layer, LayerGraph
+from uniap_jax.core.grouped import spread_groups
 from uniap_jax.core.jax_compat import ClosedJaxpr, JaxprEqn, Literal
 from uniap_jax.core.jaxprs import INLINED, inner_jaxprs, open_jaxpr, scan_counts
-from uniap_jax.core.rewrite import Ways, evaluate, tensor_rewrite
+from uniap_jax.core.rewrite import Ways, tensor_rewrite
+from uniap_jax.core.rewrite_pieces import evaluate
 from uniap_jax.core.sharding import assign_axes, layer_splits, sequence_axes
 from uniap_jax.core.strategy import Strategy
 
@@ -45,6 +47,7 @@ class Edges:
         batch: dimension of each input and output that the batch axes split.
         sequence: that the sequence axes split.
         tensor: that the tensor axes split; of parameters.
+        stored: along which they split parameters whose parts are exchanged before they are used.
         expert: that the expert axes split; of parameters.
         batch_axes: axes of the batch, those of the experts last.
         sequence_axes: of the sequence.
@@ -57,6 +60,7 @@ class Edges:
     batch: tuple[int | None, ...]
     sequence: tuple[int | None, ...]
     tensor: tuple[int | None, ...]
+    stored: tuple[int | None, ...]
     expert: tuple[int | None, ...]
     batch_axes: Axes
     sequence_axes: Axes
@@ -77,17 +81,17 @@ def laid_out(graph: LayerGraph, layer: Layer, strategy: Strategy, mesh: Mesh | A
         StrategyError: the strategy is illegal for this layer.
     """
     axes, splits = assign_axes(strategy, strategy.num_devices), layer_splits(graph, layer, strategy)
-    jaxpr = layer.jaxpr
-    if strategy.tensor > 1:
-        jaxpr = tensor_rewrite(layer, splits.tensor, Ways(mesh=mesh, axes=axes.tensor, degree=strategy.tensor))
+    jaxpr = tensor_laid_out(graph, layer, strategy, mesh).jaxpr
     if strategy.sequence_ways > 1 or strategy.expert > 1:
         params, operands = (None,) * len(layer.params), (None,) * len(layer.operands)
+        moved = splits.tensor.moved
         edges = Edges(
             num_params=len(params),
             num_operands=len(operands),
             batch=(*params, *operands, *(graph.values[v].batch_dim for v in (*layer.reads, *layer.writes))),
             sequence=(*params, *operands, *splits.sequence.reads, *splits.sequence.writes),
-            tensor=splits.tensor.params,
+            tensor=tuple(None if p in moved else d for p, d in enumerate(splits.tensor.params)),
+            stored=tuple(d if p in moved else None for p, d in enumerate(splits.tensor.stored)),
             expert=splits.expert.params,
             batch_axes=axes.batch,
             sequence_axes=sequence_axes(strategy, axes),
@@ -96,6 +100,20 @@ def laid_out(graph: LayerGraph, layer: Layer, strategy: Strategy, mesh: Mesh | A
         )
         jaxpr = spread(jaxpr, edges, mesh)
     return replace(layer, jaxpr=jaxpr)
+
+
+def tensor_laid_out(graph: LayerGraph, layer: Layer, strategy: Strategy, mesh: Mesh | AbstractMesh) -> Layer:
+    """A layer as its tensor ways compute it, its inside not pinned.
+
+    Raises:
+        StrategyError: the strategy is illegal for this layer.
+    """
+    if strategy.tensor == 1:
+        return layer
+    axes, split = assign_axes(strategy, strategy.num_devices), layer_splits(graph, layer, strategy).tensor
+    ways = Ways(mesh=mesh, axes=axes.tensor, degree=strategy.tensor)
+    spread_out = spread_groups(layer, split, mesh, axes.batch + axes.tensor)
+    return replace(layer, jaxpr=tensor_rewrite(spread_out, split, ways))
 
 
 def spread(jaxpr: ClosedJaxpr, edges: Edges, mesh: Mesh | AbstractMesh) -> ClosedJaxpr:
@@ -121,7 +139,8 @@ class _Layout:
         ends = [h.dims for h in (*held, *outs)]
         self._batch = self._roots(ends, edges.batch)
         self._sequence = self._roots(ends, edges.sequence) - self._batch
-        self._tensor = self._roots(ends[: edges.num_params], edges.tensor) | self._laid(jaxpr, ())
+        laid = self._laid(jaxpr, ()) - self._roots(ends[: edges.num_params], edges.stored)
+        self._tensor = self._roots(ends[: edges.num_params], edges.tensor) | laid
         self._expert = self._roots(ends[: edges.num_params], edges.expert)
         self.expert_ways = math.prod(sizes[a] for a in edges.expert_axes)
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from uniap_jax.core.dim_rules import ELEMENTWISE
-from uniap_jax.core.jax_compat import JaxprEqn, Var, build_jaxpr
+from uniap_jax.core.jax_compat import JaxprEqn, Literal, Var, build_jaxpr
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -34,6 +34,14 @@ class Held:
     def whole(self) -> Any:
         """The value in one piece."""
         return self.arrays[0] if self.joined is None else jnp.concatenate(self.arrays, self.joined)
+
+
+def evaluate(eqn: JaxprEqn, args: Sequence[Any]) -> list[jax.Array]:
+    """One equation on other arguments."""
+    variables = [(v, a) for v, a in zip(eqn.invars, args, strict=True) if not isinstance(v, Literal)]
+    unique = dict(variables)
+    closed = build_jaxpr(list(unique), list(eqn.outvars), [eqn])
+    return jax.core.eval_jaxpr(closed.jaxpr, [], *unique.values())
 
 
 def per_piece(eqn: JaxprEqn, ins: Sequence[Held]) -> list[Held] | None:

@@ -8,6 +8,7 @@ layer, and two neighbours that split only the batch never swap axes.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -95,6 +96,8 @@ class LayerSharding:
         operands: of each operand.
         reads: of each value read.
         writes: of each value written.
+        gathered: of each parameter for a program that computes the layer as it was traced: as `params`, but whole
+            where `rewrite_layout.laid_out` exchanges parts of it.
     """
 
     params: tuple[PartitionSpec, ...]
@@ -104,6 +107,7 @@ class LayerSharding:
     operands: tuple[PartitionSpec, ...]
     reads: tuple[PartitionSpec, ...]
     writes: tuple[PartitionSpec, ...]
+    gathered: tuple[PartitionSpec, ...]
 
 
 def activation_spec(
@@ -115,13 +119,17 @@ def activation_spec(
 
 
 def _with_fsdp(
-    value: Value, spec: tuple[tuple[str, ...], ...], fsdp: tuple[str, ...], ways: int, sizes: dict[str, int]
+    value: Value,
+    spec: tuple[tuple[str, ...], ...],
+    fsdp: tuple[str, ...],
+    sizes: dict[str, int],
+    free: Sequence[bool],
 ) -> PartitionSpec:
-    """Adds the fsdp axes to the largest dimension that still divides; unchanged where none does."""
-    best, best_size = None, 0
+    """Adds the fsdp axes to the largest free dimension that still divides; unchanged where none does."""
+    best, best_size, ways = None, 0, math.prod(sizes[n] for n in fsdp)
     for dim, names in enumerate(spec):
         local = value.shape[dim] // math.prod(sizes[n] for n in names)
-        if local % ways == 0 and local > best_size:
+        if free[dim] and local % ways == 0 and local > best_size:
             best, best_size = dim, local
     placed = [n + fsdp if d == best else n for d, n in enumerate(spec)]
     return PartitionSpec(*[n or None for n in placed])
@@ -152,15 +160,17 @@ def layer_sharding(graph: LayerGraph, layer: Layer, strategy: Strategy) -> Layer
     splits = layer_splits(graph, layer, strategy)
     param_specs = [
         tuple(
-            axes.expert if d == splits.expert.params[i] else axes.tensor if d == splits.tensor.params[i] else ()
+            axes.expert if d == splits.expert.params[i] else axes.tensor if d == splits.tensor.stored[i] else ()
             for d in range(len(graph.params[p].shape))
         )
         for i, p in enumerate(layer.params)
     ]
     plain = tuple(PartitionSpec(*[n or None for n in s]) for s in param_specs)
     sharded = tuple(
-        _with_fsdp(graph.params[p], s, axes.fsdp, strategy.fsdp, sizes) if axes.fsdp else q
-        for p, s, q in zip(layer.params, param_specs, plain, strict=True)
+        _with_fsdp(graph.params[p], s, axes.fsdp, sizes, [layer.may(i, d, "fsdp") for d in range(len(s))])
+        if axes.fsdp
+        else q
+        for i, (p, s, q) in enumerate(zip(layer.params, param_specs, plain, strict=True))
     )
     along = sequence_axes(strategy, axes)
 
@@ -176,6 +186,7 @@ def layer_sharding(graph: LayerGraph, layer: Layer, strategy: Strategy) -> Layer
         operands=tuple(activation_spec(graph.operands[i], axes.batch) for i in layer.operands),
         reads=tuple(map(spec, layer.reads, splits.sequence.reads)),
         writes=tuple(map(spec, layer.writes, splits.sequence.writes)),
+        gathered=tuple(PartitionSpec() if i in splits.tensor.moved else q for i, q in enumerate(plain)),
     )
 
 
@@ -214,7 +225,7 @@ def layer_splits(graph: LayerGraph, layer: Layer, strategy: Strategy) -> Splits:
     sequence = SequenceSplit(reads=(None,) * len(layer.reads), writes=(None,) * len(layer.writes))
     if strategy.sequence_ways > 1:
         sequence = sequence_split(
-            layer,
+            dims.longer_layer(layer, tensor.pads),
             strategy.sequence_ways,
             reads=[graph.values[v].batch_dim for v in layer.reads],
             writes=[graph.values[v].batch_dim for v in layer.writes],

@@ -26,7 +26,8 @@ from uniap_jax.core.graph import Layer
 from uniap_jax.core.jax_compat import Literal
 from uniap_jax.core.jaxprs import eqn_flops, open_jaxpr
 from uniap_jax.core.kernels import CHEAP, FUSED, HEAVY, LOOPS, RANDOM, RANDOM_COPIES, READERS
-from uniap_jax.core.rewrite import Ways, tensor_rewrite
+from uniap_jax.core.padding import padded_layer
+from uniap_jax.core.rewrite import Ways, merged
 from uniap_jax.core.sharding import Splits
 from uniap_jax.core.vjp import is_float, layer_avals, traced_vjp
 
@@ -99,7 +100,8 @@ def measure_work(layer: Layer, *, keep: str, tensor: int = 1, splits: Splits | N
     choice = splits.tensor if splits is not None else dims.tensor_split(layer, tensor)
     if tensor > 1:
         mesh = AbstractMesh((tensor,), ("x0",), axis_types=(AxisType.Auto,))
-        layer = replace(layer, jaxpr=tensor_rewrite(layer, choice, Ways(mesh=mesh, axes=("x0",), degree=tensor)))
+        layer = padded_layer(layer, choice.pads)
+        layer = replace(layer, jaxpr=merged(layer, choice, Ways(mesh=mesh, axes=("x0",), degree=tensor)))
     forward, backward, where = traced_vjp(layer, keep)
     meter = _Meter()
     params, operands, _ = layer_avals(layer)

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from uniap_jax.core.errors import PlanMismatchError, TraceError
+from uniap_jax.frontend.names import Names, leaf_names
 
 SCALARS = (bool, int, float, complex)
 
@@ -109,6 +110,10 @@ class Arguments:
             return state_args, None
         graphdef, state = _nnx().split(state_args)
         return state, graphdef
+
+    def dim_names(self, args: Sequence[Any]) -> tuple[Names | None, ...]:
+        """For each state leaf of a call the names that its dimensions have in Flax's metadata."""
+        return leaf_names(self._split(self._state_args(args))[0])
 
     def _batch_size(self) -> int:
         if not self.batch:

@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from uniap_jax.core.described import Describer, param_bytes
+from uniap_jax.core.described import Describer
 from uniap_jax.core.profile import Key, LayerCost
+from uniap_jax.core.weights import param_bytes
 from uniap_jax.profiler.order import Entry
 
 PRIOR = 0.3

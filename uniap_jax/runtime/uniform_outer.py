@@ -69,6 +69,7 @@ class OuterLayers:
             stored=sharding.stored,
             grads=sharding.grads,
             optimizer=sharding.optimizer,
+            gathered=sharding.gathered,
             operands=tuple(widen(graph.operands[i], s) for i, s in zip(layer.operands, sharding.operands, strict=True)),
             reads=tuple(widen(graph.values[i], s) for i, s in zip(layer.reads, sharding.reads, strict=True)),
             writes=tuple(widen(graph.values[i], s) for i, s in zip(layer.writes, sharding.writes, strict=True)),

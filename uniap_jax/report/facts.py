@@ -48,7 +48,7 @@ def _told(key: str, value: Any) -> str:
 
 def print_facts(facts: Mapping[str, Any], stream: TextIO) -> None:
     """Two columns: what, and its value."""
-    make_console(stream).print(make_table(("", ""), fact_rows(facts)))
+    make_console(stream).print(make_table(("what", "found"), fact_rows(facts)))
 
 
 def profile_rows(profile: Profile) -> Iterator[Sequence[str]]:

@@ -105,7 +105,8 @@ def _check(graph: LayerGraph, plan: Plan, num_devices: int) -> None:
     if highest >= num_devices:
         raise PlanMismatchError(
             f"the plan uses {plan.num_devices} devices (up to number {highest}), here are {num_devices}; solve again "
-            f"for {num_devices} devices",
+            f"for {num_devices}, or, on a CPU, start Python with "
+            f"XLA_FLAGS=--xla_force_host_platform_device_count={highest + 1} NPROC=64",
             needed=highest + 1,
             available=num_devices,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import statistics
 import time
@@ -79,6 +80,30 @@ def tensor(
     if not found:
         raise ValueError("no weight has a name that Megatron's rules know")
     return made
+
+
+def parallax(
+    train_step: Callable[..., Any], state: Any, batch: Any, devices: Sequence[jax.Device], *, model: Any, inputs: Any
+) -> ByHand:
+    """google-parallax's automatic layout of a linen model's parameters over two ways, batch over the others.
+
+    Raises:
+        ModuleNotFoundError: it is not installed.
+        AssertionError: it does not know one of the model's operations.
+    """
+    library = importlib.import_module("parallax")
+    mesh = _mesh(devices, len(devices) // 2, 2)
+    with jax.set_mesh(mesh):
+        made = library.create_sharded_model(
+            model, inputs, library.ShardingStrategy.AUTO, data_axis_name="data", model_axis_name="tensor"
+        )
+    leaves = jax.tree_util.tree_leaves_with_path(made["params"])
+    specs = {"/" + jax.tree_util.keystr(p, simple=True, separator="/"): leaf.sharding.spec for p, leaf in leaves}
+
+    def rule(path: str, shape: tuple[int, ...]) -> PartitionSpec:
+        return next((spec for name, spec in specs.items() if path.endswith(name)), PartitionSpec())
+
+    return _jit(train_step, state, batch, mesh, rule)
 
 
 def peak_bytes(made: ByHand) -> int:

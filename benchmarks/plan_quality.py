@@ -122,6 +122,10 @@ class TwoGenerations:
         """Same as for one kind."""
         return self.first.candidates()
 
+    def refusal(self, candidate: Candidate) -> str:
+        """Of the first kind's, else of the second's."""
+        return self.first.refusal(candidate) or self.second.refusal(candidate)
+
     def stage_devices(self, num_stages: int) -> tuple[tuple[int, ...], ...]:
         """Consecutive devices."""
         return self.first.stage_devices(num_stages)
@@ -197,10 +201,12 @@ def mcmc(costs: CostModel, plan: Plan) -> float | None:
 
 
 def baseline_alone(costs: CostModel, baseline: str, limit: float) -> float | None:
-    """Step time of a baseline that the joint search had no time left for."""
+    """Step time of a baseline for which the joint search had no time left; NaN where its own time does not do."""
     try:
         plan = solve(costs, executor="stages", engine=baseline, time_limit_s=limit, why=False)
-    except (InfeasibleError, NoPlanInTimeError, OptionError):
+    except NoPlanInTimeError:
+        return math.nan
+    except (InfeasibleError, OptionError):
         return None
     return plan.prediction.step_time_s
 
@@ -216,26 +222,32 @@ def measure(name: str, costs: CostModel, origins: str, limit: float) -> list[flo
     seconds = time.perf_counter() - started
     proof, step = plan.certificate, plan.prediction.step_time_s
     found = dict(proof.baselines)
-    for baseline in (b for b in BASELINES if b not in found):
+    for baseline in (b for b in BASELINES if found.get(b) is None):
         found[baseline] = baseline_alone(costs, baseline, limit)
     times = [*(found.get(b) for b in BASELINES), mcmc(costs, plan)]
     relative = [None if t is None else t / step for t in times]
     used = {str(layer.strategy) for layer in plan.layers}
     row(
         name, batch, origins, f"{step:.4g}", f"{plan.num_stages}, {plan.num_microbatches}", len(used),
-        f"{proof.gap:.0e}", f"{seconds:.1f}", *("-" if r is None else f"{r:.3f}" for r in relative),
+        f"{proof.gap:.0e}", f"{seconds:.1f}", *map(_cell, relative),
     )  # fmt: skip
     return relative
+
+
+def _cell(relative: float | None) -> str:
+    return "-" if relative is None else "no time" if math.isnan(relative) else f"{relative:.3f}"
 
 
 def summary(rows: Sequence[Sequence[float | None]]) -> None:
     """How much slower each baseline is over all rows, and how often it has no plan at all."""
     head("", *COLUMNS)
-    columns = [[r for r in column if r is not None] for column in zip(*rows, strict=True)]
-    row("geometric mean", *(f"{geometric_mean(c):.3f}" if c else "-" for c in columns))
-    row("worst", *(f"{max(c):.3f}" if c else "-" for c in columns))
-    row("best", *(f"{min(c):.3f}" if c else "-" for c in columns))
-    row("no plan that fits", *(len(rows) - len(c) for c in columns))
+    columns = list(zip(*rows, strict=True))
+    figures = [_figures(column) for column in columns]
+    row("geometric mean", *(f"{geometric_mean(c):.3f}" if c else "-" for c in figures))
+    row("worst", *(f"{max(c):.3f}" if c else "-" for c in figures))
+    row("best", *(f"{min(c):.3f}" if c else "-" for c in figures))
+    row("no plan that fits", *(sum(r is None for r in c) for c in columns))
+    row("no time", *(sum(r is not None for r in c) - len(f) for c, f in zip(columns, figures, strict=True)))
 
 
 def ablation(rows: Mapping[str, Sequence[Sequence[float | None]]]) -> None:
@@ -243,16 +255,21 @@ def ablation(rows: Mapping[str, Sequence[Sequence[float | None]]]) -> None:
     head("cluster", "models", "inter only", "intra only", "joint", "joint beats the better one by")
     for cluster, found in rows.items():
         pairs = [[r[COLUMNS.index(name)] for name in ("inter", "intra")] for r in found]
-        better = [min(t for t in pair if t is not None) for pair in pairs if pair != [None, None]]
+        better = [min(figures) for pair in pairs if (figures := _figures(pair))]
         gain = f"{geometric_mean(better) - 1:.1%}" if better else "-"
-        row(cluster, len(pairs), *map(_mean_of_those_that_fit, zip(*pairs, strict=True)), "1.000", gain)
+        row(cluster, len(pairs), *map(_mean_of_figures, zip(*pairs, strict=True)), "1.000", gain)
 
 
-def _mean_of_those_that_fit(times: Sequence[float | None]) -> str:
-    fitting = [t for t in times if t is not None]
-    if not fitting:
+def _figures(times: Sequence[float | None]) -> list[float]:
+    """Those that are neither missing nor unknown for lack of time."""
+    return [t for t in times if t is not None and not math.isnan(t)]
+
+
+def _mean_of_figures(times: Sequence[float | None]) -> str:
+    figures = _figures(times)
+    if not figures:
         return "-"
-    return f"{geometric_mean(fitting):.3f}" + (f" ({len(fitting)} fit)" if len(fitting) < len(times) else "")
+    return f"{geometric_mean(figures):.3f}" + (f" (of {len(figures)})" if len(figures) < len(times) else "")
 
 
 def geometric_mean(values: Sequence[float]) -> float:

@@ -5,7 +5,8 @@
     python -m benchmarks.step_time --rounds 15 --budget 60
 
 Every contender is compiled once; then each round times one step of each, so that a busy machine hits all alike. A
-contender's figure is its median over that of the best one by hand. `google-parallax` runs where it is installed.
+contender's figure is its median over that of the best one by hand. GPipe by hand is written for the GPT, whose blocks
+make equal stages. google-parallax (`pip install google-parallax`) lays out the linen models of this repository.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import os
 import statistics
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,7 @@ from flax.training import train_state
 import uniap_jax as uniap
 from benchmarks import by_hand
 from benchmarks.by_hand import ByHand, peak_bytes, time_in_turns
+from benchmarks.gpipe import gpipe as pipeline_by_hand
 from benchmarks.markdown import head, made_on, row, say
 from uniap_jax import demo_gpt
 from uniap_jax.core.errors import UniapError
@@ -102,23 +105,56 @@ TIGHT = 0.9
 """Memory allowed in the tight case, as a share of what the leanest contender by hand needs."""
 
 
-def contenders(built: Built, devices: Sequence[jax.Device]) -> dict[str, ByHand | str]:
+LINEN: dict[str, Callable[[Any], tuple[Any, Any]]] = {
+    "gpt": lambda batch: (demo_gpt.GPT(replace(demo_gpt.FULL, dropout=0.0)), (batch["tokens"],)),
+    "moe": lambda batch: (_nano_moe(), (batch["x"],)),
+    "unbalanced": lambda batch: (Unbalanced(), (batch["tokens"],)),
+}
+"""Modules and their inputs, from which google-parallax derives a layout; it takes none with dropout."""
+
+
+def _nano_moe() -> Any:
+    from nano_moe.config import NanoMoEConfig
+    from nano_moe.model import NanoMoE
+
+    sizes = {"vocab_size": 128, "n_layers": 2, "n_heads": 4, "d_model": 32, "d_ff": 64, "block_size": 16}
+    return NanoMoE(NanoMoEConfig(n_experts=4, top_k=2, **sizes))
+
+
+def contenders(name: str, built: Built, devices: Sequence[jax.Device]) -> dict[str, ByHand | str]:
     """Contenders by hand, or why one does not run."""
     state, train_step, batch = built
+    kind = name.partition(",")[0]
+
+    def parallax() -> ByHand:
+        if kind not in LINEN:
+            raise ValueError("no linen module at hand")
+        model, inputs = LINEN[kind](batch)
+        return by_hand.parallax(train_step, state, batch, devices, model=model, inputs=inputs)
+
+    def gpipe() -> ByHand:
+        if kind != "gpt":
+            raise ValueError("written for the GPT")
+        return pipeline_by_hand(state, batch, devices, pieces=4)
+
     makers: dict[str, Callable[[], ByHand]] = {
         "data": lambda: by_hand.data_parallel(train_step, state, batch, devices),
         "fsdp": lambda: by_hand.fsdp(train_step, state, batch, devices),
         "tensor 2": lambda: by_hand.tensor(train_step, state, batch, devices, ways=2),
         "tensor 8": lambda: by_hand.tensor(train_step, state, batch, devices, ways=len(devices)),
+        "gpipe": gpipe,
+        "parallax": parallax,
     }
     found: dict[str, ByHand | str] = {}
-    for name, make in makers.items():
+    for contender, make in makers.items():
         try:
             made = make()
             jax.block_until_ready(made.step.lower(made.state, made.batch).compile())
-            found[name] = made
-        except ValueError as error:
-            found[name] = str(error).splitlines()[0][:80]
+            found[contender] = made
+        except (ValueError, ModuleNotFoundError) as error:
+            found[contender] = str(error).splitlines()[0][:80]
+        except AssertionError as error:  # google-parallax's way to say that it does not know an operation
+            found[contender] = f"does not run: AssertionError, {str(error).partition('[')[0].split(' ')[-1]}"
     return found
 
 
@@ -133,7 +169,7 @@ def planned(built: Built, budget_s: float, memory_limit: str | int) -> tuple[Any
 def compare(name: str, rounds: int, budget_s: float) -> float | None:
     """One row of the table; the plan's median over the best one by hand."""
     built = MODELS[name]()
-    hands = contenders(built, jax.devices())
+    hands = contenders(name, built, jax.devices())
     running = {n: made for n, made in hands.items() if isinstance(made, ByHand)}
     peaks = {n: peak_bytes(made) for n, made in running.items()}
     limit: str | int = "90%"
@@ -143,7 +179,7 @@ def compare(name: str, rounds: int, budget_s: float) -> float | None:
     try:
         plan, made = planned(built, budget_s, limit)
     except UniapError as error:
-        row(name, *(["-"] * 5), f"no plan: {str(error)[:80]}", "")
+        row(name, *(["-"] * 7), f"no plan: {str(error)[:80]}", "")
         return None
     medians = time_in_turns({**running, "plan": made}, rounds)
     best = min((medians[n] for n in running), default=None)
@@ -172,7 +208,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--budget", type=float, default=60.0, help="seconds of profiling per model")
     options = parser.parse_args(argv)
     say(f"{made_on(('jax', 'flax', 'numpy'))} Medians of {options.rounds} rounds, ms per step.")
-    head("model", "data", "fsdp", "tensor 2", "tensor 8", "plan", "plan / best by hand", "what the plan is")
+    head(
+        "model", "data", "fsdp", "tensor 2", "tensor 8", "gpipe", "parallax", "plan", "plan / best by hand",
+        "what the plan is",
+    )  # fmt: skip
     ratios = [r for r in (compare(name, options.rounds, options.budget) for name in options.models) if r is not None]
     if ratios:
         mean = math.exp(statistics.fmean(math.log(r) for r in ratios))

@@ -182,6 +182,31 @@ def _gather(eqn: Any, operands: list[Kind], grown: tuple[int, ...], scaled: bool
     return rows(eqn, [operand, indices], grown, scaled)
 
 
+def _scatter(eqn: Any, operands: list[Kind], grown: tuple[int, ...], scaled: bool) -> Kind:
+    """Writes inside examples: the batch is written in full, or every row at the place of its own example."""
+    numbers, (operand, indices, updates) = eqn.params["dimension_numbers"], operands
+    if operand.name != "rows":
+        return mixed(eqn, "examples are written into an array that does not belong to one of them")
+    placed = numbers.scatter_dims_to_operand_dims
+    batching = numbers.operand_batching_dims
+    if operand.dim in batching:
+        at = batching.index(operand.dim)
+        wanted = numbers.scatter_indices_batching_dims[at]
+        fits = indices.name == "const" or (indices.name == "rows" and indices.dim == wanted)
+        return rows(eqn, [operand], grown, scaled) if fits else mixed(eqn, "examples are written across the batch")
+    if operand.dim in placed or operand.dim in numbers.inserted_window_dims:
+        fits = operand.dim in placed and indices.position
+        return rows(eqn, [operand], grown, scaled) if fits else mixed(eqn, "examples are written across the batch")
+    gone = {*numbers.inserted_window_dims, *batching}
+    window = [d for d in range(len(eqn.invars[0].aval.shape)) if d not in gone]
+    along = numbers.update_window_dims[window.index(operand.dim)]
+    full = eqn.invars[2].aval.shape[along] == eqn.invars[0].aval.shape[operand.dim]
+    fits = full and indices.name == "const" and updates.name in ("const", "rows")
+    if not fits or (updates.name == "rows" and updates.dim != along):
+        return mixed(eqn, "examples are written across the batch")
+    return rows(eqn, [operand], grown, scaled)
+
+
 def _touches_batch(dims_of: Callable[[Any], Sequence[int]]) -> Callable[..., Kind]:
     def rule(eqn: Any, operands: list[Kind], grown: tuple[int, ...], scaled: bool) -> Kind:
         if any(k.name == "rows" and k.dim in dims_of(eqn) for k in operands):
@@ -219,6 +244,7 @@ RULES: dict[str, Callable[..., Kind]] = {
     "gather": _gather,
     "conv_general_dilated": _conv,
     "top_k": _top_k,
+    **dict.fromkeys(("scatter", "scatter-add", "scatter_add", "scatter-mul", "scatter-min", "scatter-max"), _scatter),
     "concatenate": _touches_batch(lambda e: (e.params["dimension"],)),
     "rev": _touches_batch(lambda e: e.params["dimensions"]),
     "split": _touches_batch(lambda e: (e.params["axis"],)),

@@ -57,6 +57,21 @@ def base_graph(graph: LayerGraph) -> LayerGraph:
     return graph if graph.num_microbatches == 1 else graph.microbatch(1)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passes:
+    """One micro-batch of a layer on a device that has the parameters at hand.
+
+    Attributes:
+        forward_s: kernels and partial sums.
+        backward_s: likewise.
+        transient_bytes: of the pass that needs more.
+    """
+
+    forward_s: float
+    backward_s: float
+    transient_bytes: float
+
+
 class Describer:
     """Costs of layers from counts and rates; every layer, `keep` and choice of split dimensions is traced once.
 
@@ -77,6 +92,7 @@ class Describer:
         self.untried_splits, self._small, self.notes = _splits(self.graph)
         self._pieces = self._small.num_microbatches if self._small else 1
         self._work: dict[tuple[object, ...], tuple[Work, Work | None]] = {}
+        self._passes: dict[tuple[object, ...], Passes] = {}
         self._weights: dict[tuple[str, Strategy], ParamBytes] = {}
         self._chosen: dict[tuple[str, Strategy], Splits] = {}
 
@@ -105,22 +121,19 @@ class Describer:
         """
         strategy = self._as_compiled(strategy, fused)
         weights = self.weights(layer, strategy)
-        full, small = self._counts(layer, strategy)
         local = _local(samples, strategy)
-        forward = self._pass(full.forward, small.forward if small else None, local)
-        backward = self._pass(full.backward, small.backward if small else None, local)
+        passes = self._both(layer, strategy, local)
         gather, slowdown = self._gather_s(strategy, weights), self.cluster.overlap_slowdown
         again = gather if strategy.keep != "all" or not fused else 0.0
         there, back = self._exchange_s(strategy, weights)
-        ahead, behind = self._seconds(forward, strategy) + there, self._seconds(backward, strategy) + back
+        ahead, behind = passes.forward_s + there, passes.backward_s + back
         backward_s = overlapped(behind, again, slowdown)
         return LayerCost(
             forward_s=overlapped(ahead, gather, slowdown),
             backward_s=backward_s,
             sync_s=overlapped(backward_s, self.sync_s(strategy, weights), slowdown) - backward_s,
             kept_bytes=self._kept(layer, strategy, local, fused) + self._kept_weights(strategy, weights, fused),
-            transient_bytes=max(forward.transient_bytes(strategy.tensor), backward.transient_bytes(strategy.tensor))
-            + self._working_weights(strategy, weights, fused),
+            transient_bytes=passes.transient_bytes + self._working_weights(strategy, weights, fused),
         )
 
     def weights(self, layer: Layer, strategy: Strategy) -> ParamBytes:
@@ -156,6 +169,21 @@ class Describer:
                 small = measure_work(other, keep=strategy.keep, tensor=strategy.tensor, splits=again)
             self._work[key] = full, small
         return self._work[key]
+
+    def _both(self, layer: Layer, strategy: Strategy, local: float) -> Passes:
+        """Both passes with parameters at hand: the same for strategies that differ in how these are stored."""
+        full, small = self._counts(layer, strategy)
+        key = (id(full), strategy.tensor, strategy.sequence, strategy.context, strategy.expert, local)
+        if key not in self._passes:
+            forward = self._pass(full.forward, small.forward if small else None, local)
+            backward = self._pass(full.backward, small.backward if small else None, local)
+            ways = strategy.tensor
+            self._passes[key] = Passes(
+                forward_s=self._seconds(forward, strategy),
+                backward_s=self._seconds(backward, strategy),
+                transient_bytes=max(forward.transient_bytes(ways), backward.transient_bytes(ways)),
+            )
+        return self._passes[key]
 
     def _share(self, local: float) -> tuple[float, float]:
         """Weights of the whole-batch and the smallest counts at `local` samples: affine, exact for both."""

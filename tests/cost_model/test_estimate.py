@@ -104,7 +104,7 @@ def test_stages_on_shared_cores_wait_for_nobody_while_others_idle():
 
 def test_resharding_is_free_between_equal_batch_ways_and_gathers_otherwise(graph, model):
     bundle = bundles(graph)[0]
-    links = model._links
+    links = model.links
     ways = [(8, 1), (4, 1), (1, 1), (4, 2)]
     table = reshard_seconds(bundle, ways, 8, links, 1.0)
     assert np.diagonal(table).tolist() == [0.0] * 4

@@ -12,7 +12,6 @@ import pytest
 
 import uniform_support as support
 from uniap_jax.core.errors import StrategyError
-from uniap_jax.core.plan import LayerPlan
 from uniap_jax.core.strategy import parse_strategy
 from uniap_jax.frontend import trace
 from uniap_jax.runtime.uniform import compile_uniform
@@ -141,7 +140,7 @@ def test_what_is_kept_between_forward_and_backward(gpt: support.Case) -> None:
     kept = {}
     for keep in ("all", "dots", "inputs"):
         plan = support.pinned(graph, 4, 4, f"data=2,keep={keep}", "gpipe")
-        layer = compile_uniform(graph, plan, jax.devices()).pipeline.stages.layer
+        layer = compile_uniform(graph, plan, jax.devices()).pipeline.stages.layers[0]
         kept[keep] = sum(int(np.prod(a.shape)) * a.dtype.itemsize for a in layer.kept)
         shapes = [tuple(a.shape) for a in layer.kept]
         weights = {v.shape for v in graph.params if len(v.shape) == 2}
@@ -159,11 +158,32 @@ def test_unequal_stages_say_which(gpt: support.Case) -> None:
     assert error.value.stage == 3
     plan = support.pinned(graph, 4, 4, "data=2", "gpipe")
     layers = list(plan.layers)
-    layers[2] = LayerPlan(name="other", stage=1, strategy=parse_strategy("tensor=2"))
+    layers[3] = replace(layers[3], strategy=parse_strategy("tensor=2"))
     with pytest.raises(StrategyError) as error:
         compile_uniform(graph, replace(plan, layers=tuple(layers)), jax.devices())
-    assert error.value.stage == 1
-    assert error.value.counts == (1, 0, 0, 0)
+    assert error.value.stage == layers[3].stage
+    assert "tensor=2" in str(error.value)
+    assert "data=2" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "schedule"),
+    [
+        ("data=4,keep=inputs", "data=4", "one_f_one_b"),
+        ("fsdp=2,tensor=2", "data=4,keep=dots", "gpipe"),
+        ("data=2,tensor=2", "fsdp=4,zero=2,keep=inputs", "one_f_one_b"),
+    ],
+)
+def test_slots_of_a_stage_have_strategies_of_their_own(first: str, second: str, schedule: str) -> None:
+    case = support.make_case(support.residual(aux=True))
+    plan = support.pinned(case.graph, 2, 2, first, schedule)
+    kind = max((x.signature for x in case.graph.layers), key=[x.signature for x in case.graph.layers].count)
+    equal = [x.index for x in case.graph.layers if x.signature == kind]
+    layers = list(plan.layers)
+    for i in equal[1::2]:  # the second of each stage
+        layers[i] = replace(layers[i], strategy=parse_strategy(second))
+    found = check(case, replace(plan, layers=tuple(layers)))
+    assert [str(g.strategy) for g in found.program.pipeline.stages.run.groups] == [first, second]
 
 
 def test_unequal_devices_and_one_stage_are_refused(gpt: support.Case) -> None:

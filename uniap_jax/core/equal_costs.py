@@ -1,12 +1,12 @@
 """The tables of one program for all stages, and the referee that prices a choice on them. Imports no JAX.
 
-All stages tick together, and every device does the same work in every tick: the layers outside the run, its stage's
-share of the run, and the hand-over. So the step time is linear in the choices:
+All stages tick together, and every device does the same work in every tick: its stage's share of the run, and the
+hand-over. Layers outside the run are on all devices. So the step time is linear in the choices:
 
-    ticks × (sum of rows + reshardings between them) + once,
+    sum of rows + reshardings between them + once,
 
-where GPipe takes c + P - 1 ticks of a forward and a backward pass and 1F1B c + 2(P - 1), bubbles included. Memory adds
-up over the rows but for what is alive inside one of them, of which the largest counts.
+where the run's rows hold c + P - 1 ticks of a forward and a backward pass, bubbles included. Memory adds up over the
+rows but for what is alive inside one of them, of which the largest counts.
 """
 
 from __future__ import annotations
@@ -20,33 +20,34 @@ from uniap_jax.core.strategy import Strategy
 
 
 def num_ticks(candidate: Candidate) -> int:
-    """Ticks of a forward and a backward pass per step: GPipe c + P - 1, 1F1B c + 2(P - 1)."""
-    fill = candidate.num_stages - 1
-    return candidate.num_microbatches + (fill if candidate.schedule == "gpipe" else 2 * fill)
+    """Ticks of a forward and a backward pass per step, under either schedule: c + P - 1."""
+    return candidate.num_microbatches + candidate.num_stages - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EqualTables:
     """Everything the planner knows about one candidate under one program.
 
-    Rows are what takes a strategy of its own: each layer outside the run, and the run as a whole.
+    Rows are what takes a strategy of its own: each layer outside the run, and each slot of a stage: the layers at the
+    same place of every stage, or the loop.
 
     Attributes:
         candidate: stages, micro-batches, schedule.
-        rows: per layer of the graph, its row; the layers of the run share one.
+        rows: per layer of the graph, its row.
         stage: per layer of the graph, its stage in the plan.
-        time_s: [rows, strategies] of one tick, forward + backward; of the run one stage's share with its hand-over.
+        time_s: [rows, strategies] of a step, forward + backward; that of the first slot holds the hand-over.
         iteration_time_s: [rows, strategies] once per step.
         memory_bytes: [rows, strategies] of one device for the whole step.
         transient_bytes: [rows, strategies] of one device while the row runs.
-        pass_s: [strategies] of `time_s` of the run, what the hand-over takes.
-        run: row of the run.
+        pass_s: [strategies] of the first slot, what the hand-over takes in one tick.
+        run: row of the first slot.
+        slots: of a stage.
         base_bytes: of one device, whatever is chosen.
         base_s: once per step, whatever is chosen.
         capacity_bytes: of one device.
         allowed: [rows, strategies] whether the row may take the strategy.
         edges: (row, later row) between which values pass.
-        reshard_s: [edges, strategy of the first, of the second] of one tick.
+        reshard_s: [edges, strategy of the first, of the second] of a step.
         strategies: of the strategies axis, on the sub-mesh of a stage.
     """
 
@@ -59,6 +60,7 @@ class EqualTables:
     transient_bytes: FloatArray
     pass_s: FloatArray
     run: int
+    slots: int
     base_bytes: float
     base_s: float
     capacity_bytes: float
@@ -85,7 +87,7 @@ def evaluate_equal(tables: EqualTables, choice: tuple[int, ...]) -> Evaluation:
     """
     if len(choice) != tables.num_rows:
         raise ValueError(f"{len(choice)} choices for {tables.num_rows} rows")
-    stages, picked = tables.candidate.num_stages, list(enumerate(choice))
+    stages, ticks, picked = tables.candidate.num_stages, num_ticks(tables.candidate), list(enumerate(choice))
     rows = sum(float(tables.time_s[r, k]) for r, k in picked)
     edges = sum(float(tables.reshard_s[e, choice[u], choice[v]]) for e, (u, v) in enumerate(tables.edges))
     once = sum(float(tables.iteration_time_s[r, k]) for r, k in picked) + tables.base_s
@@ -96,8 +98,8 @@ def evaluate_equal(tables: EqualTables, choice: tuple[int, ...]) -> Evaluation:
     if memory > tables.capacity_bytes * (1 + MEMORY_TOLERANCE):
         wrong.append(f"a device needs {memory:.0f} bytes of {tables.capacity_bytes:.0f}")
     return Evaluation(
-        step_time_s=num_ticks(tables.candidate) * (rows + edges) + once,
-        stage_time_s=(rows + edges - handed,) * stages,
+        step_time_s=rows + edges + once,
+        stage_time_s=((rows + edges) / ticks - handed,) * stages,
         link_time_s=(handed,) * (stages - 1),
         iteration_time_s=(once,) * stages,
         stage_memory_bytes=(memory,) * stages,
@@ -107,6 +109,5 @@ def evaluate_equal(tables: EqualTables, choice: tuple[int, ...]) -> Evaluation:
 
 def quick_bound(tables: EqualTables) -> float:
     """No choice is faster: every row at its fastest, without reshardings; infinite where a row has no strategy."""
-    per_tick = np.where(tables.allowed, tables.time_s, np.inf)
-    whole = num_ticks(tables.candidate) * per_tick + tables.iteration_time_s
+    whole = np.where(tables.allowed, tables.time_s + tables.iteration_time_s, np.inf)
     return float(whole.min(axis=1).sum()) + tables.base_s

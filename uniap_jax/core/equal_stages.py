@@ -33,6 +33,18 @@ class EqualRun:
     count: int
     is_loop: bool
 
+    def slots(self, num_stages: int) -> int:
+        """Layers of a stage that may have strategies of their own; a loop is one."""
+        return 1 if self.is_loop else self.count // num_stages
+
+    def row(self, layer: int, num_stages: int) -> int:
+        """Which row of the tables a layer of the graph is: layers at the same place of different stages share one."""
+        slots = self.slots(num_stages)
+        if layer < self.first:
+            return layer
+        inside = layer < self.last
+        return self.first + (layer - self.first) % slots if inside else layer - (self.last - self.first) + slots
+
     def stages(self, num_layers: int, num_stages: int) -> tuple[int, ...]:
         """Stage of every layer of the graph in a plan: those before the run on the first, those after it on the last.
 

@@ -21,6 +21,7 @@ from uniap_jax.core.replicated import reduces_once
 from uniap_jax.core.searched import StrategySpace
 from uniap_jax.core.sharding import layer_sharding
 from uniap_jax.core.strategy import Strategy
+from uniap_jax.core.weights import ParamBytes
 from uniap_jax.cost_model.credible import credible
 from uniap_jax.cost_model.equal_stages import EqualModel
 from uniap_jax.cost_model.memory import Held, beside_state
@@ -50,15 +51,15 @@ class TableModel:
         keeps: tuple[str, ...] = ("all", "inputs"),
     ) -> None:
         self.cluster, self.profile, self.keeps = cluster, profile, keeps
-        self._links = Links(cluster, profile.links if profile else ())
+        self.links = Links(cluster, profile.links if profile else ())
         self._rates = profile.rates if profile else Rates()
         if self._rates.overlap_slowdown:
             cluster = replace(cluster, overlap_slowdown=self._rates.overlap_slowdown)
-        self._describer = Describer(graph, cluster, self._links)
+        self._describer = Describer(graph, cluster, self.links)
         self._entries, self._refused = credible(profile.table() if profile else {}, self._describer)
         self.graph = self._describer.graph
-        self._state = state_bytes(self.graph)
-        self._bundles = bundles(self.graph)
+        self.state = state_bytes(self.graph)
+        self.bundles = bundles(self.graph)
         self._unique = {s: self.graph.layers[group[0]] for s, group in self.graph.unique.items()}
         self._users: dict[int, list[int]] = {}
         for layer in self.graph.layers:
@@ -227,7 +228,7 @@ class TableModel:
             key = (
                 layer.signature,
                 layer.index == 0,
-                tuple((self._state.param[p], self._state.work[p], self._state.optimizer[p]) for p in layer.params),
+                tuple((self.state.param[p], self.state.work[p], self.state.optimizer[p]) for p in layer.params),
                 tuple(self._counts_here(layer.index, p, stages) for p in layer.params),
             )
             groups.setdefault(key, []).append(layer.index)
@@ -275,10 +276,10 @@ class TableModel:
         if candidate.num_microbatches == 1 or not self._syncs_once(layer, strategy):
             per_piece, per_step = per_piece + per_step, 0.0
         if stages > 1:
-            per_piece += 2.0 * self._dispatch_s * stages / len(self.graph.layers)
-        update = per_step + self._update_s(layer, strategy)
+            per_piece += 2.0 * self.dispatch_s * stages / len(self.graph.layers)
+        update = per_step + self.update_s(layer, strategy)
         if stages == 1 and layer.index == 0:
-            update += self._dispatch_s
+            update += self.dispatch_s
         return per_piece, update
 
     def _syncs_once(self, layer: Layer, strategy: Strategy) -> bool:
@@ -291,7 +292,8 @@ class TableModel:
         return self._once[key]
 
     @property
-    def _dispatch_s(self) -> float:
+    def dispatch_s(self) -> float:
+        """Of starting one program."""
         return self._rates.dispatch_s or self.cluster.dispatch_s
 
     def _slowdown(self, stages: int) -> float:
@@ -299,7 +301,7 @@ class TableModel:
         known = self._rates.slowdown(stages)
         return known if known > 1.0 else float(min(stages, self.cluster.devices_per_host_cores))
 
-    def _update_s(self, layer: Layer, strategy: Strategy) -> float:
+    def update_s(self, layer: Layer, strategy: Strategy) -> float:
         """Optimizer update: parameter and state read and written, gradient read; ZeRO 1 and 2 gather afterwards."""
         key = (layer.index, replace(strategy, keep="all"))
         if key not in self._updates:
@@ -307,23 +309,28 @@ class TableModel:
         return self._updates[key]
 
     def _described_update_s(self, layer: Layer, strategy: Strategy) -> float:
-        shares = self._sharding(layer, strategy)
+        shares = self.shares(layer, strategy)
         moved = leaves = 0.0
         for i, p in enumerate(layer.params):
-            own = self._state.param[p] * shares.optimizer[i]
-            moved += 2.0 * own + self._state.work[p] * shares.optimizer[i]
-            moved += 2.0 * self._state.optimizer[p] * shares.optimizer[i]
+            own = self.state.param[p] * shares.optimizer[i]
+            moved += 2.0 * own + self.state.work[p] * shares.optimizer[i]
+            moved += 2.0 * self.state.optimizer[p] * shares.optimizer[i]
             leaves += 1
         rate = self._rates.update_bytes_per_s or (
             self.cluster.memory_bandwidth_bytes_per_s * self.cluster.memory_efficiency
         )
         seconds = moved / rate + leaves * self.cluster.op_overhead_s
         if strategy.fsdp > 1 and strategy.zero < 3:
-            weights = self._describer.weights(layer, strategy)
-            seconds += self._links.time_s("all_gather", weights.used, strategy.fsdp, strategy.tensor)
+            weights = self.weights(layer, strategy)
+            seconds += self.links.time_s("all_gather", weights.used, strategy.fsdp, strategy.tensor)
         return seconds
 
-    def _sharding(self, layer: Layer, strategy: Strategy) -> Shares:
+    def weights(self, layer: Layer, strategy: Strategy) -> ParamBytes:
+        """Bytes of a layer's parameters on a device."""
+        return self._describer.weights(layer, strategy)
+
+    def shares(self, layer: Layer, strategy: Strategy) -> Shares:
+        """What a device holds of a layer's parameters, whatever is kept."""
         plain = replace(strategy, keep="all")
         key = (layer.signature, plain)
         if key not in self._shares:
@@ -332,18 +339,18 @@ class TableModel:
 
     def _held(self, layer: Layer, strategy: Strategy, candidate: Candidate) -> Held:
         """State and gradients of one layer on one device."""
-        shares = self._sharding(layer, strategy)
+        shares = self.shares(layer, strategy)
         state = grads = full = 0.0
         for i, p in enumerate(layer.params):
             if not self._counts_here(layer.index, p, candidate.num_stages):
                 continue
-            work, stored = self._state.work[p], self._state.param[p]
+            work, stored = self.state.work[p], self.state.param[p]
             cast = work if not stored else 0.0
-            state += (stored + cast) * shares.stored[i] + self._state.optimizer[p] * shares.optimizer[i]
+            state += (stored + cast) * shares.stored[i] + self.state.optimizer[p] * shares.optimizer[i]
             grads += work * shares.grads[i]
             full += work * shares.used[i]
         if layer.index == 0:
-            state += self._state.other + batch_bytes(self.graph.step.batch, strategy.batch_ways)
+            state += self.state.other + batch_bytes(self.graph.step.batch, strategy.batch_ways)
         return Held(state=state, grads=grads, full_grads=full)
 
     def _counts_here(self, layer: int, param: int, stages: int) -> bool:
@@ -371,11 +378,11 @@ class TableModel:
         tensor: list[int] = []
         tables: list[tuple[FloatArray, FloatArray]] = []
         known: dict[tuple[float, float, float], tuple[FloatArray, FloatArray]] = {}
-        for t, bundle in enumerate(self._bundles):
+        for t, bundle in enumerate(self.bundles):
             key = (bundle.moved_bytes, bundle.still_bytes, bundle.whole_bytes)
             if key not in known:
-                inside = reshard_seconds(bundle, ways, size, self._links, share)
-                across = transfer_seconds(bundle, ways, size, self._links, share) if stages > 1 else np.zeros((k, k))
+                inside = reshard_seconds(bundle, ways, size, self.links, share)
+                across = transfer_seconds(bundle, ways, size, self.links, share) if stages > 1 else np.zeros((k, k))
                 known[key] = inside, across
             for reader in bundle.readers:
                 edges.append((bundle.writer, reader))

@@ -1,39 +1,33 @@
 """Tables of one program for all stages: what its rows cost in every tick.
 
-The run's layers cost what they cost on a pipeline stage, their gradients summed in every tick. Layers outside it run
-in every tick on all devices, the stages serving as more data ways; those before it run forward twice, for the backward
-pass makes their outputs again. Between run and outside values are gathered over the stages on the way in and spread
-over them on the way out. Bubbles cost as much as work.
+The run's layers cost what they cost on a pipeline stage, their gradients summed in every tick; bubbles cost as much as
+work. Layers outside it run on all devices, the stages serving as more data ways, once a micro-batch; those before it
+run forward twice, for the backward pass makes their outputs again, and under 1F1B in the bubbles too. Between run and
+outside values are gathered over the stages on the way in and spread over them on the way out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from uniap_jax.core.costs import Candidate
-from uniap_jax.core.described import Describer, batch_bytes, divisors, param_bytes
-from uniap_jax.core.equal_costs import EqualTables
-from uniap_jax.core.equal_stages import EqualRun, cut_loop, find_run
+from uniap_jax.core.described import batch_bytes, divisors
+from uniap_jax.core.equal_costs import EqualTables, num_ticks
+from uniap_jax.core.equal_stages import EqualRun, find_run
 from uniap_jax.core.errors import StrategyError
 from uniap_jax.core.graph import Layer, LayerGraph, Value
-from uniap_jax.core.loop_turn import turn_of
 from uniap_jax.core.plan import SCHEDULES
-from uniap_jax.core.profile import LayerCost
-from uniap_jax.core.sharding import axis_sizes, layer_sharding, shard_bytes
 from uniap_jax.core.strategy import Strategy
 from uniap_jax.core.vjp import is_float
+from uniap_jax.core.weights import param_bytes
 from uniap_jax.cost_model.hoisted import cast_shares
-from uniap_jax.cost_model.reshard import reshard_seconds
-
-if TYPE_CHECKING:
-    from jax.sharding import PartitionSpec
-
-    from uniap_jax.cost_model.assemble import TableModel
+from uniap_jax.cost_model.numbers import Numbers
+from uniap_jax.cost_model.reshard import Bundle, reshard_seconds
+from uniap_jax.cost_model.turns import TurnCosts
 
 FloatArray = NDArray[np.float64]
 
@@ -81,63 +75,8 @@ def boundary(graph: LayerGraph, run: EqualRun, num_stages: int) -> Boundary:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TurnShares:
-    """What each device holds of a turn's weights, as a share of the whole, said for each input of the loop."""
-
-    stored: tuple[float, ...]
-    grads: tuple[float, ...]
-    optimizer: tuple[float, ...]
-
-
-class TurnCosts:
-    """One turn of a loop as a layer of its own, described.
-
-    Args:
-        model: whose cluster and links are used.
-        layer: of the graph, that holds the loop.
-
-    Attributes:
-        graph: with the turn as its only layer.
-        layer: the turn.
-        cast: bytes of the weights' narrower copies over those of the weights.
-    """
-
-    def __init__(self, model: TableModel, layer: int) -> None:
-        whole = model.graph
-
-        def turn(graph: LayerGraph) -> LayerGraph:
-            alone = turn_of(graph, cut_loop(graph, layer)).graph
-            return replace(alone, microbatch=lambda count: turn(whole.microbatch(count)))
-
-        self.graph = turn(whole)
-        self.layer = self.graph.layers[0]
-        self._describer = Describer(self.graph, model.cluster, model._links)
-        sizes = [self.graph.params[p].nbytes for p in self.layer.params]
-        copies = sum(share * n for share, n in zip(cast_shares(self.layer), sizes, strict=True))
-        self.cast = copies / max(sum(sizes), 1)
-
-    def cost(self, strategy: Strategy, *, samples: int) -> LayerCost | None:
-        """Of one micro-batch; None where the strategy is illegal."""
-        try:
-            return self._describer.cost(self.layer, strategy, samples=samples, fused=False)
-        except StrategyError:
-            return None
-
-    def shares(self, strategy: Strategy, count: int) -> TurnShares:
-        """What a device holds of the weights, of all of them together, said for each of the loop's `count` inputs."""
-        found, sizes = layer_sharding(self.graph, self.layer, strategy), dict(axis_sizes(strategy.num_devices))
-        values = [self.graph.params[p] for p in self.layer.params]
-        total = max(sum(v.nbytes for v in values), 1)
-
-        def share(specs: Sequence[PartitionSpec]) -> tuple[float, ...]:
-            return (sum(shard_bytes(v, s, sizes) for v, s in zip(values, specs, strict=True)) / total,) * count
-
-        return TurnShares(stored=share(found.stored), grads=share(found.grads), optimizer=share(found.optimizer))
-
-
 class EqualStages:
-    """Builds `EqualTables` with the numbers of a `TableModel`.
+    """Builds `EqualTables` with the numbers of a cost model.
 
     Args:
         model: of a graph on a cluster.
@@ -147,14 +86,14 @@ class EqualStages:
         StrategyError: the model has no run of equal layers that the stages divide.
     """
 
-    def __init__(self, model: TableModel, num_stages: int) -> None:
+    def __init__(self, model: Numbers, num_stages: int) -> None:
         self._model, self._stages = model, num_stages
         self.run = find_run(model.graph, num_stages)
         self._boundary = boundary(model.graph, self.run, num_stages)
         self._turn = TurnCosts(model, self.run.first) if self.run.is_loop else None
-        first, last = self.run.first, self.run.last
+        self._slots = self.run.slots(num_stages)
         layers = range(len(model.graph.layers))
-        self._row_of = tuple(i if i < first else first if i < last else i - (last - first) + 1 for i in layers)
+        self._row_of = tuple(self.run.row(i, num_stages) for i in layers)
         self._strategies = tuple(s for s in model.strategies(num_stages) if s.sequence_ways * s.expert * s.context == 1)
 
     def tables(self, candidate: Candidate) -> EqualTables:
@@ -165,8 +104,8 @@ class EqualStages:
         allowed, handed = np.zeros((count, k), dtype=np.bool_), np.zeros(k)
         for layer in graph.layers:
             row = self._row_of[layer.index]
-            if layer.index != self.run.first and row == self.run.first:
-                continue
+            if self._inside(layer.index) and layer.index >= self.run.first + self._slots:
+                continue  # priced on the first stage
             for i, strategy in enumerate(self._strategies):
                 found = self._row(layer, strategy, candidate)
                 if found is None:
@@ -174,8 +113,7 @@ class EqualStages:
                 allowed[row, i] = True
                 arrays["time"][row, i], arrays["iteration"][row, i] = found.time_s, found.iteration_s
                 arrays["memory"][row, i], arrays["transient"][row, i] = found.memory_bytes, found.transient_bytes
-                if row == self.run.first:
-                    handed[i] = found.pass_s
+                handed[i] += found.pass_s
         edges, reshard = self._edges(candidate)
         return EqualTables(
             candidate=candidate,
@@ -187,8 +125,9 @@ class EqualStages:
             transient_bytes=arrays["transient"],
             pass_s=handed,
             run=self.run.first,
+            slots=self._slots,
             base_bytes=self._base_bytes(),
-            base_s=model._dispatch_s,
+            base_s=model.dispatch_s,
             capacity_bytes=float(model.cluster.capacity_bytes),
             allowed=allowed,
             edges=edges,
@@ -196,21 +135,24 @@ class EqualStages:
             strategies=self._strategies,
         )
 
+    def _inside(self, layer: int) -> bool:
+        return self.run.first <= layer < self.run.last
+
     def _row(self, layer: Layer, strategy: Strategy, candidate: Candidate) -> Row | None:
         if self._model.reason(layer.index, strategy, num_microbatches=candidate.num_microbatches):
             return None
-        inside = layer.index == self.run.first
-        return self._inside(layer, strategy, candidate) if inside else self._outside(layer, strategy, candidate)
+        inside = self._inside(layer.index)
+        return self._slot_row(layer, strategy, candidate) if inside else self._outside(layer, strategy, candidate)
 
     # ---- the run ------------------------------------------------------------------------------------------------
 
-    def _inside(self, layer: Layer, strategy: Strategy, candidate: Candidate) -> Row | None:
-        """One stage's share of the run: as many times its first layer, or a share of the loop."""
+    def _slot_row(self, layer: Layer, strategy: Strategy, candidate: Candidate) -> Row | None:
+        """One slot of a stage: a layer, or a share of the loop. The first slot pays for the hand-over."""
         model, pieces = self._model, candidate.num_microbatches
         cost = model.layer_cost(layer.index, strategy, num_microbatches=pieces)
         if cost.origin == "does_not_fit":
             return None
-        share = 1.0 / self._stages if self.run.is_loop else float(self.run.count // self._stages)
+        share = 1.0 / self._stages if self.run.is_loop else 1.0
         kept, transient = share * cost.kept_bytes, cost.transient_bytes
         if self._turn is not None:  # the loop is kept and recomputed turn by turn
             alone = self._turn.cost(strategy, samples=model.batch_size // pieces)
@@ -222,20 +164,25 @@ class EqualStages:
                 cost = replace(
                     cost, forward_s=cost.forward_s * self.run.count, backward_s=cost.backward_s * self.run.count
                 )
-        handed = self._pass_s(strategy, candidate)
+        handed = self._pass_s(strategy, candidate) if layer.index == self.run.first else 0.0
+        held = self._handed_bytes(strategy, candidate) if layer.index == self.run.first else 0.0
         state, grads, stacked = self._run_state(layer, strategy)
-        at_once = self._boundary.moved_bytes / pieces / strategy.batch_ways
-        slots = (self._boundary.still_bytes / pieces / strategy.batch_ways) + at_once
-        held = kept_microbatches(candidate) * kept + 4.0 * slots
-        if candidate.schedule == "gpipe":  # gradients that entered the last stage wait for the way back
-            held += (pieces + self._stages - 1) * at_once / self._stages
         return Row(
-            time_s=share * (cost.time_s + cost.sync_s) + handed,
-            iteration_s=share * model._update_s(layer, strategy),
-            memory_bytes=share * (state + grads + stacked) + held,
+            time_s=num_ticks(candidate) * (share * (cost.time_s + cost.sync_s) + handed),
+            iteration_s=share * model.update_s(layer, strategy),
+            memory_bytes=share * (state + grads + stacked) + kept_microbatches(candidate) * kept + held,
             transient_bytes=transient + self._one_gradient(layer, strategy),
             pass_s=handed,
         )
+
+    def _handed_bytes(self, strategy: Strategy, candidate: Candidate) -> float:
+        """What goes from stage to stage: four copies of it, and under GPipe what waits for the way back."""
+        pieces, stages = candidate.num_microbatches, self._stages
+        moved = self._boundary.moved_bytes / pieces / strategy.batch_ways
+        held = 4.0 * (self._boundary.still_bytes / pieces / strategy.batch_ways + moved)
+        if candidate.schedule == "gpipe":  # gradients that enter the last stage and leave the first, spread over stages
+            held += (2 * pieces + stages - 1) * moved / stages
+        return held
 
     def _one_gradient(self, layer: Layer, strategy: Strategy) -> float:
         """Bytes of one layer's gradients before they are scattered and added to the sums."""
@@ -244,9 +191,9 @@ class EqualStages:
 
     def _run_state(self, layer: Layer, strategy: Strategy) -> tuple[float, float, float]:
         """Bytes of one layer (of the whole loop): state; sums of gradients and one tick's; copies that are stacked."""
-        state = self._model._state
+        state = self._model.state
         turn = self._turn
-        shares = turn.shares(strategy, len(layer.params)) if turn else self._model._sharding(layer, strategy)
+        shares = turn.shares(strategy, len(layer.params)) if turn else self._model.shares(layer, strategy)
         casts = (turn.cast,) * len(layer.params) if turn else cast_shares(layer)
         kept = grads = stacked = 0.0
         for i, p in enumerate(layer.params):
@@ -261,7 +208,7 @@ class EqualStages:
 
     def _pass_s(self, strategy: Strategy, candidate: Candidate) -> float:
         """One tick's hand-over: to the next stage and back, from the outside in and from the run out."""
-        links, stages = self._model._links, self._stages
+        links, stages = self._model.links, self._stages
         size = self._model.num_devices // stages
         ways = strategy.batch_ways * candidate.num_microbatches
         moved, still = self._boundary.moved_bytes / ways, self._boundary.still_bytes / ways
@@ -284,18 +231,25 @@ class EqualStages:
         if cost.origin == "does_not_fit":
             return None
         again = cost.forward_s if layer.index < self.run.first else 0.0
+        calls = self._calls(layer.index, candidate)
         state, used, grads, full = self._outer_state(layer, strategy)
-        gather = model._links.time_s("all_gather", used, stages, model.num_devices // stages)
+        gather = model.links.time_s("all_gather", used, stages, model.num_devices // stages)
         return Row(
-            time_s=cost.time_s + cost.sync_s + again,
-            iteration_s=model._update_s(layer, strategy) / stages + gather,
+            time_s=calls * (cost.time_s + cost.sync_s + again),
+            iteration_s=model.update_s(layer, strategy) / stages + gather,
             memory_bytes=state + used + grads + cost.kept_bytes,
             transient_bytes=cost.transient_bytes + full,
         )
 
+    def _calls(self, layer: int, candidate: Candidate) -> int:
+        """How often a layer runs in a step."""
+        if self._inside(layer) or (layer < self.run.first and candidate.schedule != "gpipe"):
+            return num_ticks(candidate)
+        return candidate.num_microbatches
+
     def _outer_state(self, layer: Layer, strategy: Strategy) -> tuple[float, float, float, float]:
         """Bytes: state, split over the stages too; as it computes; sums of gradients; one tick's gradients, whole."""
-        state, shares = self._model._state, self._model._sharding(layer, strategy)
+        state, shares = self._model.state, self._model.shares(layer, strategy)
         kept = grads = 0.0
         for i, p in enumerate(layer.params):
             if not self._mine(layer, p):
@@ -304,7 +258,7 @@ class EqualStages:
             split = self._stages if any(size % self._stages == 0 for size in value.shape) else 1
             kept += (state.param[p] * shares.stored[i] + state.optimizer[p] * shares.optimizer[i]) / split
             grads += _summed(value) * shares.grads[i] / split
-        weights = self._model._describer.weights(layer, strategy)
+        weights = self._model.weights(layer, strategy)
         return kept, weights.used, grads, weights.full_grads
 
     def _mine(self, layer: Layer, param: int) -> bool:
@@ -315,27 +269,41 @@ class EqualStages:
     # ---- between rows -------------------------------------------------------------------------------------------
 
     def _edges(self, candidate: Candidate) -> tuple[tuple[tuple[int, int], ...], FloatArray]:
-        """(row, later row) and seconds of one tick by the strategies at both ends."""
+        """(row, later row) and seconds of a step by the strategies at both ends.
+
+        What the last slot hands to the first of the next stage is an edge between the two, turned round.
+        """
         model, k = self._model, len(self._strategies)
         size = model.num_devices // self._stages
         ways = [(s.batch_ways, s.sequence_ways) for s in self._strategies]
         found: dict[tuple[int, int], FloatArray] = {}
-        for bundle in model._bundles:
-            writer = self._row_of[bundle.writer]
-            for reader in dict.fromkeys(self._row_of[r] for r in bundle.readers):
-                if reader == writer:
+        for bundle in model.bundles:
+            for reader in self._readers(bundle):
+                rows = self._row_of[bundle.writer], self._row_of[reader]
+                if rows[0] == rows[1]:
                     continue
-                outside = self.run.first not in (writer, reader)
-                share = 1.0 / candidate.num_microbatches / (self._stages if outside else 1)
-                seconds = reshard_seconds(bundle, ways, size, model._links, share)
-                found[writer, reader] = found.get((writer, reader), np.zeros((k, k))) + seconds
+                inside = self._inside(bundle.writer), self._inside(reader)
+                calls = self._calls(bundle.writer if inside[1] else reader, candidate)
+                share = 1.0 / candidate.num_microbatches / (1 if any(inside) else self._stages)
+                seconds = calls * reshard_seconds(bundle, ways, size, model.links, share)
+                if rows[0] > rows[1]:
+                    rows, seconds = (rows[1], rows[0]), seconds.T
+                found[rows] = found.get(rows, np.zeros((k, k))) + seconds
         return tuple(found), np.stack(list(found.values())) if found else np.zeros((0, k, k))
+
+    def _readers(self, bundle: Bundle) -> list[int]:
+        """Readers of a bundle, one a row; of what passes inside the run, what the first stage sees."""
+        end = self.run.first + self._slots
+        if self._inside(bundle.writer):
+            end = end + 1 if bundle.writer < end else self.run.first
+        rows = {self._row_of[r]: r for r in reversed(bundle.readers) if not self._inside(r) or r < end}
+        return list(rows.values())
 
     def _base_bytes(self) -> float:
         """What every device holds: leaves of no parameter, its rows of the batch, and the batch cut up, whole."""
         model = self._model
         batch = model.graph.step.batch
-        return model._state.other + batch_bytes(batch, model.num_devices) + batch_bytes(batch, 1)
+        return model.state.other + batch_bytes(batch, model.num_devices) + batch_bytes(batch, 1)
 
 
 def _summed(value: Value) -> float:
@@ -344,13 +312,13 @@ def _summed(value: Value) -> float:
 
 
 class EqualModel:
-    """What a `TableModel` says of one program for all stages, found as it is asked for.
+    """What a cost model says of one program for all stages, found as it is asked for.
 
     Args:
         model: whose numbers are used.
     """
 
-    def __init__(self, model: TableModel) -> None:
+    def __init__(self, model: Numbers) -> None:
         self._model = model
         self._known: dict[int, EqualStages | StrategyError] = {}
 

@@ -1,21 +1,24 @@
 """Engine `equal_stages`: the best strategies of one program for all stages, exactly.
 
-Rows are taken in order. A label is a choice for the rows so far, told apart only by the strategies of those rows that
-later rows still read from; of labels that agree on these, one that costs no less time, no less memory and no less
-working memory than another is dropped. What is left at the end holds the optimum, for time and memory of the rest do
-not depend on what was dropped.
+Rows are taken in order. A label is a choice for the rows so far, told apart only by what later rows can tell of it: the
+reshardings from rows that they read. Of labels that look alike, one that costs no less time, no less memory and no less
+working memory than another is dropped, and so is one that cannot end below the best choice known, for any price of
+memory. What is left at the end holds the optimum, for time and memory of the rest do not depend on what was dropped.
+
+The slots of a stage take one strategy, or one up to some slot and another from there on: of equal slots under one limit
+of memory, mixing two strategies is as good as mixing many, but for what a single slot more or less of memory would do.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from uniap_jax.core.costs import MEMORY_TOLERANCE, Candidate, Evaluation
-from uniap_jax.core.equal_costs import EqualTables, evaluate_equal, num_ticks, quick_bound
+from uniap_jax.core.equal_costs import EqualTables, evaluate_equal, quick_bound
 from uniap_jax.planner.clock import Clock
 
 
@@ -27,28 +30,89 @@ class _Label:
     choice: tuple[int, ...]
 
 
-def best_choice(tables: EqualTables, *, upper: float = math.inf) -> tuple[int, ...] | None:
-    """The fastest choice that fits and takes less than `upper` seconds; None where there is none."""
-    ticks, count = num_ticks(tables.candidate), tables.num_rows
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """A choice for every row.
+
+    Attributes:
+        rows: of each row, a position on the strategies axis; None where nothing fits in less time than asked.
+        exact: whether no other is faster; not known where the time ran out.
+    """
+
+    rows: tuple[int, ...] | None
+    exact: bool = True
+
+
+def best_choice(tables: EqualTables, *, upper: float = math.inf, clock: Clock | None = None) -> Choice:
+    """The fastest choice that fits and takes less than `upper` seconds.
+
+    Args:
+        tables: of one candidate.
+        upper: choices that take as long are of no interest.
+        clock: when to stop.
+    """
+    best, value, slots = None, upper, tables.slots
+    for first in range(slots):
+        if clock is not None and clock.expired():
+            return Choice(rows=best, exact=False)
+        sizes = (first, slots - first) if first else (slots,)
+        found = _best_labels(_grouped(tables, sizes), value)
+        if found is not None:
+            inner = [k for k, size in zip(found[tables.run :], sizes, strict=False) for _ in range(size)]
+            best = (*found[: tables.run], *inner, *found[tables.run + len(sizes) :])
+            value = evaluate_equal(tables, best).step_time_s
+    return Choice(rows=best)
+
+
+def _grouped(tables: EqualTables, sizes: tuple[int, ...]) -> EqualTables:
+    """The same tables with one row for each group of so many neighbouring slots."""
+    starts = [tables.run + sum(sizes[:i]) for i in range(len(sizes))]
+    starts = [*range(tables.run), *starts, *range(tables.run + tables.slots, tables.num_rows)]
+    row = [sum(r >= s for s in starts) - 1 for r in range(tables.num_rows)]
+    edges: dict[tuple[int, int], np.ndarray] = {}
+    time = np.add.reduceat(tables.time_s, starts)
+    for (u, v), seconds in zip(tables.edges, tables.reshard_s, strict=True):
+        pair = row[u], row[v]
+        if pair[0] == pair[1]:
+            time[pair[0]] += np.diagonal(seconds)
+        else:
+            edges[pair] = edges.get(pair, np.zeros_like(seconds)) + seconds
+    return replace(
+        tables,
+        slots=len(sizes),
+        time_s=time,
+        iteration_time_s=np.add.reduceat(tables.iteration_time_s, starts),
+        memory_bytes=np.add.reduceat(tables.memory_bytes, starts),
+        transient_bytes=np.maximum.reduceat(tables.transient_bytes, starts),
+        allowed=np.logical_and.reduceat(tables.allowed, starts),
+        edges=tuple(edges),
+        reshard_s=np.stack(list(edges.values())) if edges else np.zeros((0, *tables.reshard_s.shape[1:])),
+    )
+
+
+def _best_labels(tables: EqualTables, upper: float) -> tuple[int, ...] | None:
     limit = tables.capacity_bytes * (1 + MEMORY_TOLERANCE) - tables.base_bytes
-    cost = np.where(tables.allowed, ticks * tables.time_s + tables.iteration_time_s, np.inf)
+    cost = np.where(tables.allowed, tables.time_s + tables.iteration_time_s, np.inf)
+    memory = np.where(tables.allowed, tables.memory_bytes, np.inf)
+    least_memory = _suffix(memory)
     least_time = _suffix(cost)
-    least_memory = _suffix(np.where(tables.allowed, tables.memory_bytes, np.inf))
+    price = _price(cost, memory, limit)
+    priced = _suffix(np.where(tables.allowed, cost + price * tables.memory_bytes, np.inf))
+    looks = _looks(tables)
     labels = [_Label(tables.base_s, 0.0, 0.0, ())]
-    for row in range(count):
-        into = [(e, u) for e, (u, v) in enumerate(tables.edges) if v == row]
+    for row in range(tables.num_rows):
+        into = [(tables.reshard_s[e], u) for e, (u, v) in enumerate(tables.edges) if v == row]
         alive = sorted({u for u, v in tables.edges if u <= row < v})
         groups: dict[tuple[int, ...], list[_Label]] = {}
-        for k in np.flatnonzero(tables.allowed[row]).tolist():
-            own, memory = float(cost[row, k]), float(tables.memory_bytes[row, k])
-            transient = float(tables.transient_bytes[row, k])
+        for k in _useful(tables, cost, looks, row):
+            own, held, transient = float(cost[row, k]), float(memory[row, k]), float(tables.transient_bytes[row, k])
             for label in labels:
-                time = label.time + own
-                time += sum(ticks * float(tables.reshard_s[e, label.choice[u], k]) for e, u in into)
-                grown = _Label(time, label.memory + memory, max(label.transient, transient), (*label.choice, k))
-                fits = grown.memory + grown.transient + least_memory[row + 1] <= limit
-                if fits and time + least_time[row + 1] < upper:
-                    groups.setdefault(tuple(grown.choice[u] for u in alive), []).append(grown)
+                time = label.time + own + sum(float(seconds[label.choice[u], k]) for seconds, u in into)
+                grown = _Label(time, label.memory + held, max(label.transient, transient), (*label.choice, k))
+                room = limit - grown.memory - grown.transient
+                fits = least_memory[row + 1] <= room
+                if fits and time + max(least_time[row + 1], priced[row + 1] - price * room) < upper:
+                    groups.setdefault(tuple(looks[u][grown.choice[u]] for u in alive), []).append(grown)
         labels = [label for group in groups.values() for label in _undominated(group)]
     best = min(labels, key=lambda label: (label.time, label.choice), default=None)
     return None if best is None else best.choice
@@ -58,6 +122,49 @@ def _suffix(table: np.ndarray) -> list[float]:
     """[rows + 1] the least that rows from each on take."""
     least = table.min(axis=1)
     return [*np.cumsum(least[::-1])[::-1].tolist(), 0.0]
+
+
+def _price(cost: np.ndarray, memory: np.ndarray, limit: float) -> float:
+    """Seconds a byte at which the bound without reshardings is highest: a slope between two strategies of a row."""
+    slopes = {0.0}
+    for times, sizes in {(tuple(c), tuple(m)) for c, m in zip(cost.tolist(), memory.tolist(), strict=True)}:
+        points = [(t, m) for t, m in zip(times, sizes, strict=True) if math.isfinite(t)]
+        slopes |= {(b[0] - a[0]) / (a[1] - b[1]) for a in points for b in points if a[1] > b[1] and b[0] > a[0]}
+
+    def bound(price: float) -> float:
+        with np.errstate(invalid="ignore"):
+            return float((cost + price * memory).min(axis=1).sum()) - price * limit
+
+    return max(sorted(slopes), key=bound)
+
+
+def _looks(tables: EqualTables) -> list[list[int]]:
+    """For each row and strategy, a number that strategies share whose reshardings to later rows are the same."""
+    k = len(tables.pass_s)
+    found = []
+    for row in range(tables.num_rows):
+        out = [tables.reshard_s[e] for e, (u, _) in enumerate(tables.edges) if u == row]
+        table = np.concatenate(out, axis=1) if out else np.zeros((k, 0))
+        known: dict[bytes, int] = {}
+        found.append([known.setdefault(table[i].tobytes(), len(known)) for i in range(k)])
+    return found
+
+
+def _useful(tables: EqualTables, cost: np.ndarray, looks: list[list[int]], row: int) -> list[int]:
+    """Strategies of a row that no other is as good as in everything."""
+    into = [tables.reshard_s[e] for e, (_, v) in enumerate(tables.edges) if v == row]
+    kept: list[int] = []
+    memory, transient = tables.memory_bytes[row], tables.transient_bytes[row]
+    for k in sorted(np.flatnonzero(tables.allowed[row]).tolist(), key=lambda k: (cost[row, k], memory[k], k)):
+        if not any(
+            looks[row][k] == looks[row][other]
+            and memory[other] <= memory[k]
+            and transient[other] <= transient[k]
+            and all(np.array_equal(t[:, other], t[:, k]) for t in into)
+            for other in kept
+        ):
+            kept.append(k)
+    return sorted(kept)
 
 
 def _undominated(labels: list[_Label]) -> list[_Label]:
@@ -126,12 +233,14 @@ def search_equal(
         if clock.expired():
             left = min(left, bounds[order[position]])
             break
-        choice = best_choice(tables, upper=value)
-        if choice is None:
+        choice = best_choice(tables, upper=value, clock=clock)
+        if not choice.exact:
+            left = min(left, bounds[i])
+        if choice.rows is None:
             continue
-        price = evaluate_equal(tables, choice)
+        price = evaluate_equal(tables, choice.rows)
         if price.feasible and price.step_time_s < value:
-            best, value = (tables, choice, price), price.step_time_s
+            best, value = (tables, choice.rows, price), price.step_time_s
     found = best or (None, (), None)
     return EqualResult(
         tables=found[0],

@@ -269,7 +269,7 @@ def _equal_plan(costs: CostModel, found: EqualResult, stages: Plan | None, clock
 
 
 def _why(tables: EqualTables, found: EqualResult, stages: Plan | None) -> str:
-    run = [i for i, row in enumerate(tables.rows) if row == tables.run]
+    run = [i for i, row in enumerate(tables.rows) if tables.run <= row < tables.run + tables.slots]
     what = f"layers {run[0]} to {run[-1]}" if len(run) > 1 else f"the loop in layer {run[0]}"
     shares = f"one program runs all stages: {what} in equal shares, every other layer on all devices"
     if stages is None:

@@ -31,9 +31,10 @@ def _rewritten(jaxpr: Any) -> list[JaxprEqn]:
     found: list[JaxprEqn] = []
     replaced: set[int] = set()
     for eqn in jaxpr.eqns:
-        (source,) = variables(eqn.invars) if eqn.primitive.name == "transpose" else (None,)
-        product = products.get(source)
-        if product is not None and uses[source] == 1 and eqn.params["permutation"] == _swapping(product):
+        source = next(iter(variables(eqn.invars)), None)
+        product = products.get(source) if source is not None and eqn.primitive.name == "transpose" else None
+        once = product is not None and uses[product.outvars[0]] == 1
+        if product is not None and once and eqn.params["permutation"] == _swapping(product):
             found.append(_swapped(product, eqn))
             replaced.add(id(product))
         else:
@@ -57,11 +58,13 @@ def _swapped(product: JaxprEqn, transpose: JaxprEqn) -> JaxprEqn:
         "dimension_numbers": (contracted[::-1], batch[::-1]),
         "precision": precision[::-1] if isinstance(precision, tuple) else precision,
     }
-    return product.replace(invars=product.invars[::-1], outvars=transpose.outvars, params=params)
+    new: JaxprEqn = product.replace(invars=product.invars[::-1], outvars=transpose.outvars, params=params)
+    return new
 
 
 def _inside(eqn: JaxprEqn) -> JaxprEqn:
     body = eqn.params.get("jaxpr")
     if not isinstance(body, (Jaxpr, ClosedJaxpr)):
         return eqn
-    return eqn.replace(params={**eqn.params, "jaxpr": without_transposes(body)})
+    new: JaxprEqn = eqn.replace(params={**eqn.params, "jaxpr": without_transposes(body)})
+    return new

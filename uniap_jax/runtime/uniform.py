@@ -21,6 +21,7 @@ from uniap_jax.core.graph import LayerGraph
 from uniap_jax.core.jax_compat import ClosedJaxpr
 from uniap_jax.core.jaxprs import open_jaxpr
 from uniap_jax.core.plan import Plan
+from uniap_jax.core.rewrite_layout import tensor_laid_out
 from uniap_jax.core.sharding import axis_sizes, layer_sharding
 from uniap_jax.core.strategy import Strategy
 from uniap_jax.runtime.flow import leaf_params, update_flow
@@ -29,9 +30,10 @@ from uniap_jax.runtime.state import check_created, loose
 from uniap_jax.runtime.uniform_layer import differentiate
 from uniap_jax.runtime.uniform_loop import Pipeline, loss_and_grads
 from uniap_jax.runtime.uniform_outer import OuterLayers, with_stage_dim
+from uniap_jax.runtime.uniform_pass import STAGE
 from uniap_jax.runtime.uniform_run import Run, stacked_run, uniform_range
 from uniap_jax.runtime.uniform_scan import split_scan
-from uniap_jax.runtime.uniform_stage import STAGE, StageTicks
+from uniap_jax.runtime.uniform_stage import StageTicks
 
 __all__ = ["UniformProgram", "compile_uniform", "stage_mesh"]
 
@@ -223,10 +225,11 @@ def _parts(graph: LayerGraph, plan: Plan) -> _Parts:
     except StrategyError:
         if looped is None:
             raise
-        cut = split_scan(graph, looped, strategies[looped])
+        cut = split_scan(graph, looped, strategies[looped], plan.num_stages)
         chosen = tuple(strategies[i] for i in cut.origin)
         return _Parts(graph=cut.graph, first=cut.first, last=cut.last, strategies=chosen, run=cut.run)
-    run = stacked_run(graph, graph.layers[first:last], strategies[first])
+    share = (last - first) // plan.num_stages
+    run = stacked_run(graph, graph.layers[first:last], strategies[first : first + share])
     return _Parts(graph=graph, first=first, last=last, strategies=strategies, run=run)
 
 
@@ -235,8 +238,8 @@ def _pipeline(parts: _Parts, plan: Plan, mesh: Mesh) -> Pipeline:
     weights = {"stacked": run.stacked, "shared": run.shared}
     trained = [weights[kind][i].trained if kind in weights else kind == "slot" for kind, i in run.sources]
     again = [kind != "slot" or run.slots[i].kind == "relay" for kind, i in run.sources]
-    layer = differentiate(run.body, keep=run.keep, trained=trained, shared=again)
-    stages = StageTicks(mesh=mesh, run=run, layer=layer, num_microbatches=plan.num_microbatches)
+    layers = [differentiate(run.body, keep=g.strategy.keep, trained=trained, shared=again) for g in run.groups]
+    stages = StageTicks(mesh=mesh, run=run, layers=tuple(layers), num_microbatches=plan.num_microbatches)
     ranges = (range(parts.first), range(parts.last, len(graph.layers)))
     before, after = (_outer(graph, mesh, indices, parts.strategies) for indices in ranges)
     specs: dict[int, PartitionSpec] = {}
@@ -258,8 +261,8 @@ def _pipeline(parts: _Parts, plan: Plan, mesh: Mesh) -> Pipeline:
 
 
 def _outer(graph: LayerGraph, mesh: Mesh, indices: range, choices: Sequence[Strategy]) -> OuterLayers:
-    layers = tuple(graph.layers[i] for i in indices)
     strategies = tuple(choices[i] for i in indices)
+    layers = tuple(tensor_laid_out(graph, graph.layers[i], s, mesh) for i, s in zip(indices, strategies, strict=True))
     shardings = tuple(layer_sharding(graph, layer, s) for layer, s in zip(layers, strategies, strict=True))
     return OuterLayers(graph=graph, mesh=mesh, layers=layers, shardings=shardings, strategies=strategies)
 

@@ -20,7 +20,8 @@ from uniap_jax.core.graph import LayerGraph
 from uniap_jax.runtime.loss import accumulator_dtype, combine
 from uniap_jax.runtime.programs import is_differentiable
 from uniap_jax.runtime.uniform_outer import OuterLayers, constrain_all, micro_operands
-from uniap_jax.runtime.uniform_stage import STAGE, StageTicks
+from uniap_jax.runtime.uniform_pass import STAGE
+from uniap_jax.runtime.uniform_stage import StageTicks, Weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -51,13 +52,13 @@ class Inputs:
     """Arrays that are the same in every tick.
 
     Attributes:
-        weights: stacked [P, layers of a stage, ...] and shared inputs of the run.
+        weights: stacked [P, layers of a group, ...], group by group, and shared inputs of the run.
         outer: parameters of the other layers, by position in the graph.
         state: state operands.
         rows: leaves of the batch, [c, B/c, ...], by position.
     """
 
-    weights: tuple[list[Any], list[Any]]
+    weights: Weights
     outer: dict[int, Any]
     state: tuple[Any, ...]
     rows: dict[int, Any]
@@ -73,7 +74,7 @@ class Sums:
         results: [c, ...] of each result.
     """
 
-    run: tuple[list[Any], list[Any]]
+    run: Weights
     outer: dict[int, Any]
     results: list[Any]
 
@@ -130,17 +131,21 @@ def _weights(pipeline: Pipeline, params: Sequence[Any], state: Sequence[Any]) ->
         return (own, common), (stacked, shared)
 
     _, pull, (stacked, shared) = jax.vjp(make, *(params[p] for p in run.params), has_aux=True)
-    specs = [PartitionSpec(STAGE, None, *w.stored) for w in run.stacked]
+    sizes = [g.size for g in run.groups]
+    starts = [sum(sizes[:i]) for i in range(1, len(sizes))]
     folded = [x.reshape(count, run.count // count, *x.shape[1:]) for x in stacked]
-    weights = (
-        constrain_all(folded, mesh, specs),
-        constrain_all(shared, mesh, [w.stored for w in run.shared]),
-    )
+    pieces = zip(*(jnp.split(x, starts, axis=1) if starts else [x] for x in folded), strict=True)
+    own = [
+        constrain_all(list(piece), mesh, [PartitionSpec(STAGE, None, *w.stored) for w in group.stacked])
+        for piece, group in zip(pieces, run.groups, strict=True)
+    ]
+    weights = (own or [[]], constrain_all(shared, mesh, [w.stored for w in run.shared]))
 
-    def back(totals: tuple[list[Any], list[Any]]) -> tuple[Any, ...]:
+    def back(totals: Weights) -> tuple[Any, ...]:
+        joined = [jnp.concatenate(t, axis=1) if starts else t[0] for t in zip(*totals[0], strict=True)]
         own = [
             t.reshape(run.count, *t.shape[2:]).astype(run.stacked[i].dtype)
-            for t, i in zip(totals[0], stages.trained_stacked, strict=True)
+            for t, i in zip(joined, stages.trained_stacked, strict=True)
         ]
         common = [
             t.sum(axis=0).astype(run.shared[i].dtype) for t, i in zip(totals[1], stages.trained_shared, strict=True)

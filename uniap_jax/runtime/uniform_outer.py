@@ -14,7 +14,7 @@ from uniap_jax.core.sharding import LayerSharding, assign_axes
 from uniap_jax.core.strategy import Strategy
 from uniap_jax.runtime.loss import layer_function
 from uniap_jax.runtime.programs import is_differentiable, is_key
-from uniap_jax.runtime.uniform_stage import STAGE
+from uniap_jax.runtime.uniform_pass import STAGE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

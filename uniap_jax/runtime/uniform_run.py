@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import cycle, groupby
 from typing import Any
 
 import jax.numpy as jnp
@@ -54,7 +55,6 @@ class Weight:
         shape: of one layer's share.
         dtype: of the array.
         trained: whether it depends on parameters.
-        compute: layout as a layer computes with it.
         stored: layout of one layer's share between its uses.
         grads: layout of one layer's share of its gradient.
     """
@@ -62,9 +62,27 @@ class Weight:
     shape: tuple[int, ...]
     dtype: Any
     trained: bool
-    compute: PartitionSpec = WHOLE
     stored: PartitionSpec = WHOLE
     grads: PartitionSpec = WHOLE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Neighbouring layers of a stage that have one strategy.
+
+    Attributes:
+        size: layers.
+        strategy: of each.
+        specs: layout of each input of the body.
+        slots: layout of each slot inside the group.
+        stacked: inputs that every layer has its own of.
+    """
+
+    size: int
+    strategy: Strategy
+    specs: tuple[PartitionSpec, ...]
+    slots: tuple[PartitionSpec, ...]
+    stacked: tuple[Weight, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -76,31 +94,35 @@ class Run:
         body: closed jaxpr of one layer.
         sources: what each input of the body is: ("stacked", i), ("shared", i), ("batch", leaf), ("index", 0) or
             ("slot", i).
-        specs: layout of each input of the body.
-        stacked: inputs that every layer has its own of.
+        groups: of every stage's layers, in order.
         shared: inputs that all layers have in common.
         slots: what travels with a micro-batch.
         leaving: for values read after the run, (slot, layer or None).
         params: positions in the graph's parameters that `prologue` reads.
         prologue: `prologue(params, state operands) -> (stacked [layers, ...], shared)`, once per step.
-        keep: what the forward pass of a layer keeps.
-        strategy: of every layer.
         homes: for each of `params` that is one layer's own, its layout; see `uniform_homes`.
     """
 
     count: int
     body: ClosedJaxpr
     sources: tuple[tuple[str, int], ...]
-    specs: tuple[PartitionSpec, ...]
-    stacked: tuple[Weight, ...]
+    groups: tuple[Group, ...]
     shared: tuple[Weight, ...]
     slots: tuple[Slot, ...]
     leaving: dict[int, tuple[int, int | None]]
     params: tuple[int, ...]
     prologue: Callable[[Sequence[Any], Sequence[Any]], tuple[list[Any], list[Any]]]
-    keep: str
-    strategy: Strategy
     homes: dict[int, tuple[PartitionSpec, PartitionSpec, bool]]
+
+    @property
+    def stacked(self) -> tuple[Weight, ...]:
+        """Inputs that every layer has its own of, laid out as in the first group."""
+        return self.groups[0].stacked
+
+    @property
+    def strategy(self) -> Strategy:
+        """Of the first layer of a stage: what goes from stage to stage is laid out so."""
+        return self.groups[0].strategy
 
 
 def uniform_range(graph: LayerGraph, plan: Plan) -> tuple[int, int]:
@@ -118,99 +140,130 @@ def uniform_range(graph: LayerGraph, plan: Plan) -> tuple[int, int]:
             stages=tuple(stages),
         )
 
-    def equal(i: int) -> bool:
-        a, b = plan.layers[i].strategy, plan.layers[first_end].strategy
-        return graph.layers[i].signature == graph.layers[first_end].signature and a == b
-
     low, high = first_end, first_end + 1
-    while low > 0 and equal(low - 1):
+    kind = graph.layers[first_end].signature
+    while low > 0 and graph.layers[low - 1].signature == kind:
         low -= 1
-    while high < len(stages) and equal(high):
+    while high < len(stages) and graph.layers[high].signature == kind:
         high += 1
     counts = [stages[low:high].count(s) for s in range(plan.num_stages)]
     whole = [stages.count(s) for s in range(plan.num_stages)]
-    share = min(counts)
     inner = range(1, plan.num_stages - 1)
     wrong = next((s for s in range(plan.num_stages) if not counts[s]), None)
     if wrong is None:
-        wrong = next((s for s in inner if counts[s] != share or whole[s] != share), None)
+        wrong = next((s for s in inner if counts[s] != min(counts) or whole[s] != min(counts)), None)
     if wrong is not None:
         raise StrategyError(
-            f"stage {wrong} has {whole[wrong]} layers, of which {counts[wrong]} equal {graph.layers[first_end].name} "
-            f"(same operations, strategy {plan.layers[first_end].strategy}); equal layers per stage: {counts}. One "
-            "program needs the same number on every stage, with other layers only before them on the first stage and "
-            "after them on the last; use executor='stages'",
+            f"stage {wrong} has {whole[wrong]} layers, of which {counts[wrong]} have the operations of "
+            f"{graph.layers[first_end].name}; such layers per stage: {counts}. One program needs the same number on "
+            "every stage, with other layers only before them on the first stage and after them on the last; use "
+            "executor='stages'",
             stage=wrong,
             counts=tuple(counts),
         )
-    start = first_end + 1 - share
-    return start, start + share * plan.num_stages
+    least = 1 if plan.num_stages == 2 else min(counts)
+    spans = [(first_end + 1 - n, first_end + 1 + n * (plan.num_stages - 1)) for n in range(min(counts), least - 1, -1)]
+    odd = [_odd_layer(plan, *span) for span in spans]
+    if None not in odd:
+        layer = odd[0]
+        assert layer is not None
+        twin = spans[0][0] + (layer - spans[0][0]) % min(counts)
+        raise StrategyError(
+            f"layer {plan.layers[layer].name} of stage {stages[layer]} has strategy {plan.layers[layer].strategy}, and "
+            f"{plan.layers[twin].name}, at the same place of stage 0, has {plan.layers[twin].strategy}. One program "
+            "needs the same strategies on every stage; use executor='stages'",
+            stage=stages[layer],
+            counts=tuple(counts),
+        )
+    return spans[odd.index(None)]
 
 
-def stacked_run(graph: LayerGraph, layers: Sequence[Layer], strategy: Strategy) -> Run:
+def _odd_layer(plan: Plan, first: int, last: int) -> int | None:
+    """The first layer of [first, last) whose strategy is not that of its place on the first stage."""
+    share = (last - first) // plan.num_stages
+    strategies = [choice.strategy for choice in plan.layers]
+    return next((i for i in range(first + share, last) if strategies[i] != strategies[i - share]), None)
+
+
+def stacked_run(graph: LayerGraph, layers: Sequence[Layer], strategies: Sequence[Strategy]) -> Run:
     """Layers of one signature as a run: parameters that differ are stacked, literals that differ too.
+
+    Args:
+        graph: that they are of.
+        layers: of all stages.
+        strategies: of one stage's layers.
 
     Raises:
         StrategyError: the layers differ in something that cannot be an input, or are wired unequally.
     """
     first, count = layers[0], len(layers)
-    sharding = layer_sharding(graph, first, strategy)
+    kinds = {s: layer_sharding(graph, first, s) for s in strategies}
+    shardings = [kinds[s] for s in strategies]
+    groups = [(s, len(list(same))) for s, same in groupby(strategies)]
     check_equal(graph, layers)
     body, literals = lift_literals([layer.jaxpr for layer in layers])
-    slots, of_read = _slots(graph, layers, sharding)
-    leaving = _leaving(layers, slots)
-    builder = _Inputs(count)
+    slots, of_read = _slots(graph, layers, shardings[0])
+    builder = _Inputs([kinds[s] for s, _ in groups], shardings)
     sources = [
-        *(builder.param(graph, layers, sharding, j) for j in range(len(first.params))),
+        *(builder.param(graph, layers, j) for j in range(len(first.params))),
         *(builder.operand(graph, layers, j) for j in range(len(first.operands))),
         *(("slot", of_read[j]) for j in range(len(first.reads))),
         *(builder.literal(v) for v in literals),
     ]
+
+    def group(number: int, strategy: Strategy, size: int) -> Group:
+        own = kinds[strategy]
+        return Group(
+            size=size,
+            strategy=strategy,
+            specs=(*own.gathered, *own.operands, *own.reads, *(PartitionSpec() for _ in literals)),
+            slots=tuple(s.spec for s in _slots(graph, layers, own)[0]),
+            stacked=tuple(weights[number] for weights in builder.stacked),
+        )
+
     return Run(
         count=count,
         body=body,
         sources=tuple(sources),
-        specs=(*sharding.params, *sharding.operands, *sharding.reads, *(PartitionSpec() for _ in literals)),
-        stacked=tuple(builder.stacked),
+        groups=tuple(group(i, *g) for i, g in enumerate(groups)),
         shared=tuple(builder.shared),
         slots=slots,
-        leaving=leaving,
+        leaving=_leaving(layers, slots),
         params=tuple(builder.params),
         prologue=builder.prologue(),
-        keep=strategy.keep,
-        strategy=strategy,
         homes=builder.homes,
     )
 
 
 class _Inputs:
-    """Collects what every layer has of its own, and what they share."""
+    """Collects what every layer has of its own, and what they share.
 
-    def __init__(self, count: int) -> None:
-        self.count = count
-        self.stacked: list[Weight] = []
+    Args:
+        kinds: layouts of each group.
+        shardings: layouts of each layer of a stage.
+    """
+
+    def __init__(self, kinds: Sequence[LayerSharding], shardings: Sequence[LayerSharding]) -> None:
+        self.kinds, self.shardings = tuple(kinds), tuple(shardings)
+        self.stacked: list[tuple[Weight, ...]] = []
         self.shared: list[Weight] = []
         self.params: dict[int, None] = {}
         self.homes: dict[int, tuple[PartitionSpec, PartitionSpec, bool]] = {}
         self._stacks: list[tuple[str, Any]] = []
         self._shares: list[tuple[str, int]] = []
 
-    def param(self, graph: LayerGraph, layers: Sequence[Layer], sharding: LayerSharding, j: int) -> tuple[str, int]:
+    def param(self, graph: LayerGraph, layers: Sequence[Layer], j: int) -> tuple[str, int]:
         """A parameter: the layers' own, or the same one for all."""
         found = [layer.params[j] for layer in layers]
         value = graph.params[found[0]]
         self.params.update(dict.fromkeys(found))
-        for p in found:
+        for p, sharding in zip(found, cycle(self.shardings), strict=False):
             self.homes.setdefault(p, (sharding.stored[j], sharding.optimizer[j], False))
-        weight = Weight(
-            shape=value.shape,
-            dtype=value.dtype,
-            trained=True,
-            compute=sharding.params[j],
-            stored=sharding.stored[j],
-            grads=sharding.grads[j],
-        )
-        return self._add("param", found, weight)
+        weights = [
+            Weight(shape=value.shape, dtype=value.dtype, trained=True, stored=kind.stored[j], grads=kind.grads[j])
+            for kind in self.kinds
+        ]
+        return self._add("param", found, weights)
 
     def operand(self, graph: LayerGraph, layers: Sequence[Layer], j: int) -> tuple[str, int]:
         """An operand: of the batch, or made once per step."""
@@ -218,21 +271,22 @@ class _Inputs:
         operands = [graph.operands[o] for o in found]
         if operands[0].kind == "state":
             weight = Weight(shape=operands[0].shape, dtype=operands[0].dtype, trained=False)
-            return self._add("state", [o.leaf for o in operands], weight)
+            return self._add("state", [o.leaf for o in operands], [weight] * len(self.kinds))
         return (operands[0].kind, operands[0].leaf)
 
     def literal(self, values: np.ndarray) -> tuple[str, int]:
         """A constant that differs between layers: [layers, ...]."""
-        self.stacked.append(Weight(shape=values.shape[1:], dtype=values.dtype, trained=False))
+        weight = Weight(shape=values.shape[1:], dtype=values.dtype, trained=False)
+        self.stacked.append((weight,) * len(self.kinds))
         self._stacks.append(("literal", values))
         return ("stacked", len(self.stacked) - 1)
 
-    def _add(self, kind: str, found: list[int], weight: Weight) -> tuple[str, int]:
+    def _add(self, kind: str, found: list[int], weights: Sequence[Weight]) -> tuple[str, int]:
         if len(set(found)) == 1:
-            self.shared.append(weight)
+            self.shared.append(weights[0])
             self._shares.append((kind, found[0]))
             return ("shared", len(self.shared) - 1)
-        self.stacked.append(weight)
+        self.stacked.append(tuple(weights))
         self._stacks.append((kind, found))
         return ("stacked", len(self.stacked) - 1)
 

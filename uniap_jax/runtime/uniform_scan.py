@@ -35,8 +35,8 @@ class ScanParts:
     run: Run
 
 
-def split_scan(graph: LayerGraph, index: int, strategy: Strategy) -> ScanParts:
-    """Cuts a layer around its heaviest loop.
+def split_scan(graph: LayerGraph, index: int, strategy: Strategy, num_stages: int) -> ScanParts:
+    """Cuts a layer around its heaviest loop, whose turns are split over the stages.
 
     Raises:
         StrategyError: the loop runs backwards, or over values that come from the batch.
@@ -56,7 +56,7 @@ def split_scan(graph: LayerGraph, index: int, strategy: Strategy) -> ScanParts:
         first=first,
         last=first + 1,
         origin=tuple(origin),
-        run=scan_run(whole, numbered[first], cut, strategy),
+        run=scan_run(whole, numbered[first], cut, strategy, num_stages),
     )
 
 

@@ -16,11 +16,11 @@ from uniap_jax.core.loop_cut import ScanCut
 from uniap_jax.core.loop_turn import kinds_of, turn_of
 from uniap_jax.core.sharding import LayerSharding, layer_sharding
 from uniap_jax.core.strategy import Strategy
-from uniap_jax.runtime.uniform_run import Run, Slot, Weight
-from uniap_jax.runtime.uniform_stage import EVERYWHERE, STAGE
+from uniap_jax.runtime.uniform_pass import EVERYWHERE, STAGE
+from uniap_jax.runtime.uniform_run import Group, Run, Slot, Weight
 
 
-def scan_run(graph: LayerGraph, layer: Layer, cut: ScanCut, strategy: Strategy) -> Run:
+def scan_run(graph: LayerGraph, layer: Layer, cut: ScanCut, strategy: Strategy, num_stages: int) -> Run:
     """The loop as a run.
 
     Args:
@@ -28,6 +28,7 @@ def scan_run(graph: LayerGraph, layer: Layer, cut: ScanCut, strategy: Strategy) 
         layer: that layer.
         cut: how it was made.
         strategy: of every turn.
+        num_stages: that the turns are split over.
     """
     kinds = kinds_of(cut)
     sharding, layouts = _body_sharding(graph, cut, strategy)
@@ -48,7 +49,6 @@ def scan_run(graph: LayerGraph, layer: Layer, cut: ScanCut, strategy: Strategy) 
                     shape=tuple(aval.shape),
                     dtype=aval.dtype,
                     trained=isinstance(atom, Var) and atom in cut.trained,
-                    compute=layout.compute,
                     stored=layout.stored,
                     grads=layout.grads,
                 )
@@ -77,19 +77,23 @@ def scan_run(graph: LayerGraph, layer: Layer, cut: ScanCut, strategy: Strategy) 
             slots.append(_slot(graph, number, "relay", None, PartitionSpec()))
         leaving[number] = (place, None)
     params, prologue = _prologue(cut, statics["stacked"], statics["shared"])
+    group = Group(
+        size=cut.length // num_stages,
+        strategy=strategy,
+        specs=tuple(x.compute for x in layouts),
+        slots=tuple(s.spec for s in slots),
+        stacked=tuple(stacked),
+    )
     return Run(
         count=cut.length,
         body=cut.body,
         sources=tuple(sources),
-        specs=tuple(x.compute for x in layouts),
-        stacked=tuple(stacked),
+        groups=(group,),
         shared=tuple(shared),
         slots=tuple(slots),
         leaving=leaving,
         params=params,
         prologue=prologue,
-        keep=strategy.keep,
-        strategy=strategy,
         homes=_homes(cut, kinds, layouts),
     )
 
@@ -124,7 +128,7 @@ def _body_sharding(graph: LayerGraph, cut: ScanCut, strategy: Strategy) -> tuple
     layouts = [_Layout() for _ in turn.kinds]
     for at, i in enumerate(turn.params):
         layouts[i] = _Layout(
-            compute=sharding.params[at],
+            compute=sharding.gathered[at],
             stored=sharding.stored[at],
             grads=sharding.grads[at],
             optimizer=sharding.optimizer[at],

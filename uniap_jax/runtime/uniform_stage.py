@@ -9,17 +9,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
-from uniap_jax.core.sharding import assign_axes
 from uniap_jax.runtime.loss import accumulator_dtype
-from uniap_jax.runtime.programs import is_differentiable, is_key
+from uniap_jax.runtime.programs import is_differentiable
+from uniap_jax.runtime.uniform_arrays import add, add_at, choose, constrain, local, typed, wide
 from uniap_jax.runtime.uniform_layer import LayerPass
-from uniap_jax.runtime.uniform_run import Run, Slot
+from uniap_jax.runtime.uniform_pass import EVERYWHERE, ON_STAGE, STAGE, Passage, pin
+from uniap_jax.runtime.uniform_run import Group, Run, Slot
 
-STAGE = "stage"
-ON_STAGE = PartitionSpec(STAGE)
-EVERYWHERE = PartitionSpec()
+Weights = tuple[list[list[Any]], list[Any]]
+"""Stacked, group by group, and shared; inputs of the run, or gradients of those that are trained."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -29,19 +29,23 @@ class StageTicks:
     Attributes:
         mesh: (stage, x0, x1, ...).
         run: the equal layers.
-        layer: one of them, differentiated.
+        layers: one of each group, differentiated.
         num_microbatches: c.
     """
 
     mesh: Mesh
     run: Run
-    layer: LayerPass
+    layers: tuple[LayerPass, ...]
     num_microbatches: int
 
     @property
     def num_stages(self) -> int:
         """P."""
         return int(self.mesh.shape[STAGE])
+
+    @property
+    def _passage(self) -> Passage:
+        return Passage(mesh=self.mesh, strategy=self.run.strategy)
 
     @property
     def moving(self) -> tuple[int, ...]:
@@ -51,16 +55,22 @@ class StageTicks:
     @property
     def relays(self) -> tuple[int, ...]:
         """Slots that the backward pass reads and that no layer changes."""
-        read = {self.run.sources[i][1] for i in self.layer.reads_back if self.run.sources[i][0] == "slot"}
+        inputs = {i for layer in self.layers for i in layer.reads_back}
+        read = {self.run.sources[i][1] for i in inputs if self.run.sources[i][0] == "slot"}
         return tuple(i for i in sorted(read) if self.run.slots[i].kind == "relay")
 
     def forward(
-        self, weights: tuple[list[Any], list[Any]], rows: dict[int, Any], fed: list[Any], held: list[Any], tick: Any
+        self,
+        weights: Weights,
+        rows: dict[int, Any],
+        fed: list[Any],
+        held: list[Any],
+        tick: Any,
     ) -> tuple[list[Any], list[Any], list[Any]]:
         """Every stage runs its micro-batch through its layers and hands the result on.
 
         Args:
-            weights: stacked [P, layers of a stage, ...] and shared inputs of the run.
+            weights: stacked [P, layers of a group, ...], group by group, and shared inputs of the run.
             rows: leaves of the batch, [c, B/c, ...].
             fed: slots of the micro-batch that enters stage 0.
             held: [P, ...] slots that the stage before handed on in the last tick.
@@ -69,36 +79,41 @@ class StageTicks:
         Returns:
             What is handed on, the slots that leave the last stage, and what the backward pass needs: [P, ...].
         """
+        last = self.num_stages - 1
 
-        def body(ids: Any, stacked: list[Any], *rest: Any) -> Any:
+        def body(ids: Any, stacked: list[list[Any]], *rest: Any) -> Any:
             shared, rows, fed, held, tick = rest
-            stage, slots = ids[0], _choose(ids[0] == 0, fed, _local(held))
+            stage, slots = ids[0], choose(ids[0] == 0, fed, local(held))
             index = jnp.clip(tick - stage, 0, self.num_microbatches - 1)
             slots = [self._pin(x, s.spec) for x, s in zip(slots, self.run.slots, strict=True)]
             relays = [slots[i] for i in self.relays]
-            slots, kept = self._layers_forward(_local(stacked), shared, self._rows(rows, index), index, slots, stage)
-            leaving = [self._emit(x, s, self.num_stages - 1) for x, s in zip(slots, self.run.slots, strict=True)]
-            return _wide(self._pass(slots, 1)), leaving, _wide([*kept, *relays])
+            slots, kept = self._layers_forward(stacked, shared, self._rows(rows, index), index, slots, stage)
+            leaving = [self._passage.emit(x, s, last) for x, s in zip(slots, self.run.slots, strict=True)]
+            return wide(self._passage.step(slots, 1)), leaving, wide([*kept, *relays])
 
         held, leaving, kept = self._everywhere(
             body,
             (ON_STAGE, ON_STAGE, EVERYWHERE, EVERYWHERE, EVERYWHERE, ON_STAGE, EVERYWHERE),
-            (ON_STAGE, [self._emitted_spec(s) for s in self.run.slots], ON_STAGE),
+            (ON_STAGE, [self._passage.emitted_spec(s) for s in self.run.slots], ON_STAGE),
         )(*weights, rows, fed, held, tick)
         slots = zip(leaving, self.run.slots, strict=True)
-        return self.pin_held(held, range(len(held))), [self._collect(x, s, self.num_stages - 1) for x, s in slots], kept
+        return (
+            self.pin_held(held, range(len(held))),
+            [self._passage.collect(x, s, last) for x, s in slots],
+            kept,
+        )
 
     def backward(
         self,
-        weights: tuple[list[Any], list[Any]],
+        weights: Weights,
         rows: dict[int, Any],
         kept: list[Any],
         fed: list[Any],
         held: list[Any],
-        totals: tuple[list[Any], list[Any]],
+        totals: Weights,
         tick: Any,
         index: Callable[[Any, Any], Any],
-    ) -> tuple[list[Any], list[Any], tuple[list[Any], list[Any]]]:
+    ) -> tuple[list[Any], list[Any], Weights]:
         """Every stage pulls a gradient back through its layers and adds up those of its weights.
 
         Args:
@@ -107,7 +122,7 @@ class StageTicks:
             kept: [P, ...] what `forward` returned for the same micro-batches.
             fed: gradients of the moving slots that leave the last stage.
             held: [P, ...] gradients that the stage after handed back in the last tick.
-            totals: gradients so far: stacked [P, layers of a stage, ...] and shared [P, ...]; of trained weights.
+            totals: gradients of trained weights so far: stacked as `weights` are, and shared [P, ...].
             tick: of the backward pass.
             index: `index(tick, stage)`: micro-batch of a stage; not one of 0 to c-1 in a bubble.
 
@@ -116,25 +131,24 @@ class StageTicks:
         """
         slots = [self.run.slots[i] for i in self.moving]
 
-        def body(ids: Any, stacked: list[Any], *rest: Any) -> Any:
+        def body(ids: Any, stacked: list[list[Any]], *rest: Any) -> Any:
             shared, rows, kept, fed, held, totals, tick = rest
-            stage, grads = ids[0], _choose(ids[0] == self.num_stages - 1, fed, _local(held))
+            stage, grads = ids[0], choose(ids[0] == self.num_stages - 1, fed, local(held))
             i = index(tick, stage)
             valid = (i >= 0) & (i < self.num_microbatches)
             i = jnp.clip(i, 0, self.num_microbatches - 1)
-            sums = (_local(totals[0]), _local(totals[1]))
             grads, added = self._layers_backward(
-                _local(stacked), shared, self._rows(rows, i), i, _local(kept), grads, stage, sums, valid
+                stacked, shared, self._rows(rows, i), i, local(kept), grads, stage, totals, valid
             )
-            leaving = [self._emit(x, s, 0) for x, s in zip(grads, slots, strict=True)]
-            return _wide(self._pass(grads, -1)), leaving, (_wide(added[0]), _wide(added[1]))
+            leaving = [self._passage.emit(x, s, 0) for x, s in zip(grads, slots, strict=True)]
+            return wide(self._passage.step(grads, -1)), leaving, added
 
         held, leaving, totals = self._everywhere(
             body,
             (ON_STAGE, ON_STAGE, EVERYWHERE, EVERYWHERE, ON_STAGE, EVERYWHERE, ON_STAGE, ON_STAGE, EVERYWHERE),
-            (ON_STAGE, [self._emitted_spec(s) for s in slots], ON_STAGE),
+            (ON_STAGE, [self._passage.emitted_spec(s) for s in slots], ON_STAGE),
         )(*weights, rows, kept, fed, held, totals, tick)
-        entering = [self._collect(x, s, 0) for x, s in zip(leaving, slots, strict=True)]
+        entering = [self._passage.collect(x, s, 0) for x, s in zip(leaving, slots, strict=True)]
         return self.pin_held(held, self.moving), entering, self.pin_totals(totals)
 
     def store(self, waiting: list[Any], kept: list[Any], places: Any) -> list[Any]:
@@ -157,52 +171,103 @@ class StageTicks:
     # ---- inside a stage ----------------------------------------------------------------------------------------
 
     def _layers_forward(
-        self, stacked: list[Any], shared: list[Any], rows: dict[int, Any], index: Any, slots: list[Any], stage: Any
+        self,
+        stacked: list[list[Any]],
+        shared: list[Any],
+        rows: dict[int, Any],
+        index: Any,
+        slots: list[Any],
+        stage: Any,
     ) -> tuple[list[Any], list[Any]]:
-        per_stage = self.run.count // self.num_stages
+        kept: list[Any] = []
+        for g, (group, numbers) in enumerate(self._numbered(stage)):
+            slots = [self._pin(x, s) for x, s in zip(slots, group.slots, strict=True)]
+            slots, found = self._group_forward(g, numbers, local(stacked[g]), shared, rows, index, slots)
+            kept += found
+        return [self._pin(x, s.spec) for x, s in zip(slots, self.run.slots, strict=True)], kept
+
+    def _numbered(self, stage: Any) -> list[tuple[Group, Any]]:
+        """Groups, and the numbers of their layers in the whole run."""
+        starts = [sum(g.size for g in self.run.groups[:i]) for i in range(len(self.run.groups) + 1)]
+        return [
+            (group, stage * starts[-1] + jnp.arange(start, start + group.size, dtype=jnp.int32))
+            for group, start in zip(self.run.groups, starts, strict=False)
+        ]
+
+    def _group_forward(
+        self,
+        g: int,
+        numbers: Any,
+        stacked: list[Any],
+        shared: list[Any],
+        rows: dict[int, Any],
+        index: Any,
+        slots: list[Any],
+    ) -> tuple[list[Any], list[Any]]:
+        group, layer = self.run.groups[g], self.layers[g]
 
         def one(slots: list[Any], own: tuple[Any, list[Any]]) -> tuple[list[Any], list[Any]]:
             number, weights = own
-            outs, kept = self.layer.forward(self._inputs(weights, shared, rows, index, slots))
-            return self._advance(slots, outs, stage * per_stage + number), kept
+            outs, kept = layer.forward(self._inputs(group, weights, shared, rows, index, slots))
+            return self._advance(group, slots, outs, number), kept
 
-        return lax.scan(one, slots, (jnp.arange(per_stage, dtype=jnp.int32), stacked))
+        return lax.scan(one, slots, (numbers, stacked))
 
     def _layers_backward(
         self,
-        stacked: list[Any],
+        stacked: list[list[Any]],
         shared: list[Any],
         rows: dict[int, Any],
         index: Any,
         kept: list[Any],
         grads: list[Any],
         stage: Any,
-        totals: tuple[list[Any], list[Any]],
+        totals: Weights,
         valid: Any,
-    ) -> tuple[list[Any], tuple[list[Any], list[Any]]]:
-        run, per_stage = self.run, self.run.count // self.num_stages
-        count = len(self.layer.kept)
-        relays = dict(zip(self.relays, kept[count:], strict=True))
-        slots = [relays.get(i) for i in range(len(run.slots))]
+    ) -> tuple[list[Any], Weights]:
+        ends = [sum(len(layer.kept) for layer in self.layers[:g]) for g in range(len(self.layers) + 1)]
+        relays = dict(zip(self.relays, kept[ends[-1] :], strict=True))
+        common, own = local(totals[1]), list(totals[0])
+        for g, (group, numbers) in reversed(list(enumerate(self._numbered(stage)))):
+            slots = [self._pin(relays[i], s) if i in relays else None for i, s in enumerate(group.slots)]
+            grads = [self._pin(x, group.slots[i]) for i, x in zip(self.moving, grads, strict=True)]
+            inputs = (shared, rows, index, slots)
+            xs = (local(stacked[g]), kept[ends[g] : ends[g + 1]])
+            grads, own[g], common = self._group_backward(g, numbers, xs, inputs, grads, local(own[g]), common, valid)
+        grads = [self._pin(x, self.run.slots[i].spec) for i, x in zip(self.moving, grads, strict=True)]
+        return grads, ([wide(sums) for sums in own], wide(common))
 
-        def one(carry: tuple[list[Any], list[Any], list[Any]], own: tuple[Any, list[Any], list[Any]]) -> Any:
+    def _group_backward(
+        self,
+        g: int,
+        numbers: Any,
+        layers: tuple[list[Any], list[Any]],
+        given: tuple[list[Any], dict[int, Any], Any, list[Any]],
+        grads: list[Any],
+        sums: list[Any],
+        common: list[Any],
+        valid: Any,
+    ) -> tuple[list[Any], list[Any], list[Any]]:
+        """A group's layers, last one first; `sums` and `common` are the gradients of weights so far."""
+        group, layer = self.run.groups[g], self.layers[g]
+
+        def one(carry: tuple[list[Any], list[Any], list[Any]], own: tuple[Any, Any, list[Any], list[Any]]) -> Any:
             grads, sums, common = carry
-            number, weights, kept = own
-            inputs = self._inputs(weights, shared, rows, index, slots)
-            found = self.layer.backward(inputs, kept, self._output_grads(grads, stage * per_stage + number))
-            by_source = {source: g for source, g in zip(run.sources, found, strict=True) if g is not None}
-            grads = self._retreat(grads, by_source)
-            mine = [self._pin(by_source[("stacked", i)], w.grads) for i, w in enumerate(run.stacked) if _trains(w)]
+            place, number, weights, kept = own
+            inputs = self._inputs(group, weights, *given)
+            found = layer.backward(inputs, kept, self._output_grads(grads, number))
+            by_source = {source: x for source, x in zip(self.run.sources, found, strict=True) if x is not None}
+            grads = self._retreat(group, grads, by_source)
+            mine = [self._pin(by_source[("stacked", i)], group.stacked[i].grads) for i in self.trained_stacked]
             theirs = [by_source[("shared", i)] for i in self.trained_shared]
-            sums = [_add_at(t, number, g, valid) for t, g in zip(sums, mine, strict=True)]
-            common = [_add(t, g, valid) for t, g in zip(common, theirs, strict=True)]
-            return (grads, sums, common), None
+            sums = [add_at(t, place, x, valid) for t, x in zip(sums, mine, strict=True)]
+            return (grads, sums, [add(t, x, valid) for t, x in zip(common, theirs, strict=True)]), None
 
-        pins = [PartitionSpec(None, *run.stacked[i].grads) for i in self.trained_stacked]
-        sums = [self._pin(t, spec) for t, spec in zip(totals[0], pins, strict=True)]
-        xs = (jnp.arange(per_stage, dtype=jnp.int32), stacked, kept[:count])
-        (grads, sums, common), _ = lax.scan(one, (grads, sums, totals[1]), xs, reverse=True)
-        return grads, (sums, common)
+        pins = [PartitionSpec(None, *group.stacked[i].grads) for i in self.trained_stacked]
+        sums = [self._pin(t, spec) for t, spec in zip(sums, pins, strict=True)]
+        places = jnp.arange(group.size, dtype=jnp.int32)
+        carry, _ = lax.scan(one, (grads, sums, common), (places, numbers, *layers), reverse=True)
+        return carry
 
     @property
     def trained_shared(self) -> tuple[int, ...]:
@@ -215,7 +280,13 @@ class StageTicks:
         return tuple(i for i, w in enumerate(self.run.stacked) if _trains(w))
 
     def _inputs(
-        self, stacked: list[Any], shared: list[Any], rows: dict[int, Any], index: Any, slots: Sequence[Any]
+        self,
+        group: Group,
+        stacked: list[Any],
+        shared: list[Any],
+        rows: dict[int, Any],
+        index: Any,
+        slots: Sequence[Any],
     ) -> list[Any]:
         """Inputs of a layer's body, laid out as it computes with them; None where a slot is not there."""
 
@@ -226,19 +297,19 @@ class StageTicks:
             return places[kind][i]
 
         found = [one(*source) for source in self.run.sources]
-        return [None if x is None else self._pin(x, s) for x, s in zip(found, self.run.specs, strict=True)]
+        return [None if x is None else self._pin(x, s) for x, s in zip(found, group.specs, strict=True)]
 
-    def _advance(self, slots: list[Any], outs: list[Any], number: Any) -> list[Any]:
+    def _advance(self, group: Group, slots: list[Any], outs: list[Any], number: Any) -> list[Any]:
         """Slots after layer `number`."""
 
-        def one(slot: Slot, old: Any) -> Any:
+        def one(slot: Slot, spec: PartitionSpec, old: Any) -> Any:
             if slot.output is None:
                 return old
             if slot.kind == "extra":
                 return lax.dynamic_update_index_in_dim(old, outs[slot.output], number, 0)
-            return self._pin(_typed(outs[slot.output], slot.dtype), slot.spec)
+            return self._pin(typed(outs[slot.output], slot.dtype), spec)
 
-        return [one(s, x) for s, x in zip(self.run.slots, slots, strict=True)]
+        return [one(*of) for of in zip(self.run.slots, group.slots, slots, strict=True)]
 
     def _output_grads(self, grads: list[Any], number: Any) -> list[Any]:
         """Gradients of the outputs of layer `number` from those of the slots after it; None where there is none."""
@@ -251,57 +322,19 @@ class StageTicks:
                 found[slot.output] = found[slot.output] + share
         return found
 
-    def _retreat(self, grads: list[Any], by_source: dict[tuple[str, int], Any]) -> list[Any]:
+    def _retreat(self, group: Group, grads: list[Any], by_source: dict[tuple[str, int], Any]) -> list[Any]:
         """Gradients of the slots before a layer."""
 
         def one(i: int, after: Any) -> Any:
             slot, new = self.run.slots[i], by_source.get(("slot", i))
             if slot.kind == "extra" or (slot.kind == "relay" and new is None):
                 return after
-            return self._pin(new if slot.kind == "chain" else after + new, slot.spec)
+            return self._pin(new if slot.kind == "chain" else after + new, group.slots[i])
 
         return [one(i, g) for i, g in zip(self.moving, grads, strict=True)]
 
     def _rows(self, rows: dict[int, Any], index: Any) -> dict[int, Any]:
         return {leaf: lax.dynamic_index_in_dim(x, index, 0, keepdims=False) for leaf, x in rows.items()}
-
-    # ---- between stages ----------------------------------------------------------------------------------------
-
-    def _pass(self, values: list[Any], step: int) -> list[Any]:
-        """To the next stage (1) or the one before (-1); what arrives from nowhere is zero."""
-        pairs = [(s, s + step) for s in range(self.num_stages) if 0 <= s + step < self.num_stages]
-        return [lax.ppermute(x, STAGE, pairs) for x in values]
-
-    def _splits(self, slot: Slot) -> bool:
-        ways = self.run.strategy.batch_ways * self.num_stages
-        return slot.batch_dim is not None and slot.shape[slot.batch_dim] % ways == 0
-
-    def _emit(self, x: Any, slot: Slot, source: int) -> Any:
-        """One stage's value on its way to all: rows spread over the stages where they divide.
-
-        The rows of a device of the batch axes go to the devices of the same place on every stage: (batch axes, stage,
-        row), so that coming back they meet where they were.
-        """
-        if not self._splits(slot):
-            return x[None]
-        assert slot.batch_dim is not None
-        dim, ways = slot.batch_dim, self.run.strategy.batch_ways
-        shape = (*x.shape[:dim], ways, self.num_stages, x.shape[dim] // ways // self.num_stages, *x.shape[dim + 1 :])
-        pieces = self._pin(x.reshape(shape), slot.spec)
-        met = lax.all_to_all(pieces, STAGE, dim + 1, dim + 1, tiled=True)
-        return lax.slice_in_dim(met, source, source + 1, axis=dim + 1)
-
-    def _emitted_spec(self, slot: Slot) -> PartitionSpec:
-        if not self._splits(slot) or slot.batch_dim is None:
-            return ON_STAGE
-        return PartitionSpec(*([None] * (slot.batch_dim + 1)), STAGE)
-
-    def _collect(self, x: Any, slot: Slot, source: int) -> Any:
-        if not self._splits(slot) or slot.batch_dim is None:
-            return x[source]
-        axes = assign_axes(self.run.strategy, self.run.strategy.num_devices)
-        spec = PartitionSpec(*([None] * slot.batch_dim), (*axes.batch, STAGE))
-        return lax.with_sharding_constraint(x.reshape(slot.shape), NamedSharding(self.mesh, spec))
 
     def _everywhere(self, body: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
         mapped = jax.shard_map(
@@ -310,35 +343,37 @@ class StageTicks:
         return lambda *args: mapped(jnp.arange(self.num_stages, dtype=jnp.int32), *args)
 
     def _pin(self, x: Any, spec: PartitionSpec) -> Any:
-        """A layout over the automatic axes."""
-        if self.mesh.size == self.num_stages or not x.shape or is_key(x.dtype):
-            return x
-        return lax.with_sharding_constraint(x, NamedSharding(jax.sharding.get_abstract_mesh(), spec))
+        return pin(self.mesh, x, spec)
 
     # ---- whole arrays ------------------------------------------------------------------------------------------
 
     def pin_held(self, held: Sequence[Any], slots: Sequence[int]) -> list[Any]:
         """Values between ticks: one a stage."""
         specs = [PartitionSpec(STAGE, *self.run.slots[i].spec) for i in slots]
-        return [_constrain(x, self.mesh, s) for x, s in zip(held, specs, strict=True)]
+        return [constrain(x, self.mesh, s) for x, s in zip(held, specs, strict=True)]
 
-    def pin_totals(self, totals: tuple[list[Any], list[Any]]) -> tuple[list[Any], list[Any]]:
+    def pin_totals(self, totals: Weights) -> Weights:
         """Sums of gradients: stacked ones where their layers are, shared ones one a stage."""
-        own = [PartitionSpec(STAGE, None, *self.run.stacked[i].grads) for i in self.trained_stacked]
-        return (
-            [_constrain(x, self.mesh, s) for x, s in zip(totals[0], own, strict=True)],
-            [_constrain(x, self.mesh, ON_STAGE) for x in totals[1]],
-        )
 
-    def zero_totals(self) -> tuple[list[Any], list[Any]]:
+        def own(group: Group, sums: list[Any]) -> list[Any]:
+            specs = [PartitionSpec(STAGE, None, *group.stacked[i].grads) for i in self.trained_stacked]
+            return [constrain(x, self.mesh, s) for x, s in zip(sums, specs, strict=True)]
+
+        stacked = [own(group, sums) for group, sums in zip(self.run.groups, totals[0], strict=True)]
+        return stacked, [constrain(x, self.mesh, ON_STAGE) for x in totals[1]]
+
+    def zero_totals(self) -> Weights:
         """Sums before the first micro-batch."""
-        per_stage = self.run.count // self.num_stages
+        stages = self.num_stages
         own = [self.run.stacked[i] for i in self.trained_stacked]
         common = [self.run.shared[i] for i in self.trained_shared]
         return self.pin_totals(
             (
-                [jnp.zeros((self.num_stages, per_stage, *w.shape), accumulator_dtype(w.dtype)) for w in own],
-                [jnp.zeros((self.num_stages, *w.shape), accumulator_dtype(w.dtype)) for w in common],
+                [
+                    [jnp.zeros((stages, group.size, *w.shape), accumulator_dtype(w.dtype)) for w in own]
+                    for group in self.run.groups
+                ],
+                [jnp.zeros((stages, *w.shape), accumulator_dtype(w.dtype)) for w in common],
             )
         )
 
@@ -349,45 +384,14 @@ class StageTicks:
 
     def zero_waiting(self, depth: int) -> list[Any]:
         """Room for what `depth` micro-batches keep: [P, depth, ...]."""
-        per_stage, free = self.run.count // self.num_stages, PartitionSpec.UNCONSTRAINED
-        shapes = [((per_stage, *a.shape), a.dtype) for a in self.layer.kept]
+        free = PartitionSpec.UNCONSTRAINED
+        groups = zip(self.run.groups, self.layers, strict=True)
+        shapes = [((g.size, *a.shape), a.dtype) for g, layer in groups for a in layer.kept]
         shapes += [(self.run.slots[i].shape, self.run.slots[i].dtype) for i in self.relays]
         specs = [PartitionSpec(STAGE, *([free] * (len(shape) + 1))) for shape, _ in shapes]
         rooms = [jnp.zeros((self.num_stages, depth, *shape), dtype) for shape, dtype in shapes]
-        return [_constrain(x, self.mesh, s) for x, s in zip(rooms, specs, strict=True)]
+        return [constrain(x, self.mesh, s) for x, s in zip(rooms, specs, strict=True)]
 
 
 def _trains(weight: Any) -> bool:
     return bool(weight.trained) and is_differentiable(weight.dtype)
-
-
-def _constrain(x: Any, mesh: Mesh, spec: PartitionSpec) -> Any:
-    return x if is_key(x.dtype) else lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
-
-
-def _typed(x: Any, dtype: Any) -> Any:
-    """Strongly typed: what goes round a loop must not change its type."""
-    return lax.convert_element_type(x, dtype)
-
-
-def _local(values: Sequence[Any]) -> list[Any]:
-    return [x[0] for x in values]
-
-
-def _wide(values: Sequence[Any]) -> list[Any]:
-    return [x[None] for x in values]
-
-
-def _choose(condition: Any, yes: Sequence[Any], no: Sequence[Any]) -> list[Any]:
-    return [jnp.where(condition, a, b) for a, b in zip(yes, no, strict=True)]
-
-
-def _add_at(totals: Any, place: Any, new: Any, valid: Any) -> Any:
-    """In the place of one layer: nothing else is read or written."""
-    total = lax.dynamic_index_in_dim(totals, place, 0, keepdims=False)
-    return lax.dynamic_update_index_in_dim(totals, _add(total, new, valid), place, 0)
-
-
-def _add(total: Any, new: Any, valid: Any) -> Any:
-    """A bubble's gradient may be anything, infinite too: it is left out, not multiplied by zero."""
-    return total + jnp.where(valid, new, jnp.zeros_like(new)).astype(total.dtype)

@@ -145,10 +145,10 @@ def scanned_swiglu(gate, up, down, x):
 
 
 def scanned_fused(w, b, wo, mask, x):
-    """Normed between layers, or attention saturates and makes much of the last bit."""
+    """Small after a norm, or attention saturates and makes much of the last bit."""
 
     def turn(c, p):
-        return c + fused_split(*p, mask, norm(c, 1.0)), None
+        return c + fused_split(*p, mask, norm(c, 0.25)), None
 
     return jax.lax.scan(turn, x, (w, b, wo))[0]
 

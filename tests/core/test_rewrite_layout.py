@@ -165,6 +165,17 @@ def test_a_layer_without_stacked_experts_says_what_to_use():
     assert "no experts stacked in one weight; tensor splits" in split.reason
 
 
+def test_experts_in_a_loop_are_to_be_stacked():
+    def loop(*args):
+        *weights, x = args
+        pairs = zip(weights[::2], weights[1::2], strict=True)
+        return x + sum(jax.nn.gelu(x @ up) @ down for up, down in pairs)
+
+    reason = expert_split(Block(loop, ((E, F), (F, E)) * 4, ()).layer(), 2).reason
+    assert "4 of shape (16, 64) and 4 of (64, 16)" in reason
+    assert "stack each kind in one array of shape (4, ...)" in reason
+
+
 def test_experts_that_do_not_divide_say_what_would():
     assert (
         "its 4 experts do not divide by 3; expert=2, 4 would work" in expert_split(EXPERTS["dense"].layer(), 3).reason

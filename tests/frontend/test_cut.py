@@ -210,3 +210,32 @@ def test_scan_is_one_layer_and_checkpoint_is_kept():
     (note,) = graph.notes
     assert "The 3 turns of the loop in" in note
     assert "test_cut.py:" in note
+
+
+class Wide(nn.Module):
+    """A vocabulary so large beside the width that its softmax is real work."""
+
+    @nn.compact
+    def __call__(self, tokens):
+        table = nn.Embed(4096, 16)
+        x = table(tokens)
+        for _ in range(2):
+            x = Block()(x)
+        return table.attend(nn.LayerNorm()(x))
+
+
+def test_logits_do_not_cross_between_layers():
+    model = Wide()
+    params = jax.eval_shape(model.init, jax.random.key(0), TOKENS)["params"]
+
+    def step(params, tokens):
+        def loss_of(params):
+            logits = model.apply({"params": params}, tokens)
+            return optax.softmax_cross_entropy_with_integer_labels(logits, tokens).mean()
+
+        loss, grads = jax.value_and_grad(loss_of)(params)
+        return jax.tree.map(lambda p, g: p - g, params, grads), loss
+
+    graph = trace(step, params, TOKENS)
+    assert all(graph.values[v].shape in ((8, 8, 16), ()) for layer in graph.layers for v in layer.writes)
+    assert graph.layers[-1].params

@@ -7,6 +7,7 @@ Activation Recomputation in Large Transformer Models*, 2022) splits them there a
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -127,10 +128,24 @@ def expert_split(layer: Layer, degree: int) -> ExpertSplit:
             params[p] = d if d < ranks[p] - 1 else None  # a router ends in its experts, it is not one of them
     reason = ""
     if not stacked:
-        reason = "it has no experts stacked in one weight; tensor splits the width of each expert instead"
+        reason = f"it has no experts stacked in one weight{_written_out(layer)}"
     elif not chosen:
         sizes = sorted({c.size for c in stacked})
         works = sorted({d for n in sizes for d in range(2, n + 1) if n % d == 0})
         told = f"{', '.join(map(str, sizes))} experts do not divide by {degree}"
         reason = f"its {told}; expert={', '.join(map(str, works))} would work"
     return ExpertSplit(params=tuple(params), classes=frozenset(c.index for c in chosen), reason=reason)
+
+
+def _written_out(layer: Layer) -> str:
+    """What to do where weights come in several pairs of equal shapes, as a Python loop over experts makes them."""
+    shapes = Counter(tuple(a.shape) for a in layer.jaxpr.in_avals[: len(layer.params)] if len(a.shape) == 2)
+    pairs = [(n, s) for s, n in shapes.items() if n > 1 and s[0] != s[1] and shapes[s[::-1]] in range(n, 9 * n, n)]
+    if not pairs:
+        return "; tensor splits the width of each expert instead"
+    count, shape = min(pairs)
+    return (
+        f", but {count} of shape {shape} and {shapes[shape[::-1]]} of {shape[::-1]}: if these are experts in a loop, "
+        f"stack each kind in one array of shape ({count}, ...), as nn.vmap and nnx.vmap do, or split the width of "
+        "each by tensor ways"
+    )

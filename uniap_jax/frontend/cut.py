@@ -27,6 +27,7 @@ MIN_SHARE = 0.01  # of the work: a smaller layer joins a neighbour
 MAX_REGION = 0.30  # of the work: a larger region is cut again at wider places
 MAX_WIDTH = 12
 PIECE = 1 / 8  # of the work: what unequal layers are gathered up to
+MAX_SPREAD = 16  # times the bytes at the edges of a region: a place that more crosses is not cut
 MIN_RUN = 0.05  # of the work: a lighter run of equal neighbours is not worth telling apart
 NOTHING = 1e-4  # of the work: joins a neighbour whatever that breaks
 
@@ -239,6 +240,8 @@ def _gather(work: Work, low: int, high: int, level: int) -> list[int]:
     places = np.arange(low + 1, high)
     before = sums[1:-1]
     fit = (work.width[places] <= level) & (before >= MIN_SHARE) & (sums[-1] - before >= MIN_SHARE)
+    if edge := max(work.crossing_bytes[low], work.crossing_bytes[high]):  # logits are no edge of a layer
+        fit &= work.crossing_bytes[places] <= MAX_SPREAD * edge
     if not fit.any():
         return [low]
     unbalanced = np.abs(2 * before - sums[-1])

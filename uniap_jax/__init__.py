@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from uniap_jax.core.graph import LayerGraph
     from uniap_jax.core.plan import Plan
     from uniap_jax.core.strategy import Strategy
+    from uniap_jax.planner.interleave import interleave
 
 __version__ = "0.1.0"
 
@@ -59,6 +60,7 @@ __all__ = [
     "UniapError",
     "compile_plan",
     "estimate",
+    "interleave",
     "load",
     "load_cluster",
     "local_cluster",
@@ -76,6 +78,7 @@ _HOMES = {
     "LayerGraph": "core.graph",
     "Plan": "core.plan",
     "Strategy": "core.strategy",
+    "interleave": "planner.interleave",
     "load_cluster": "core.cluster",
     **dict.fromkeys((name for name in __all__ if name.endswith("Error")), "core.errors"),
 }

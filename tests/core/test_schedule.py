@@ -60,7 +60,7 @@ def test_interleaving_shortens_the_bubble() -> None:
     plain, woven = one_f_one_b(4, 8), interleaved(4, 8, 2)
     whole = plain.makespan([1.0] * 4, [2.0] * 4)
     assert whole == pytest.approx((8 + 3) * 3.0)
-    assert woven.makespan([0.5] * 4, [1.0] * 4) == pytest.approx(8 * 3.0 + 3 * 3.0 / 2)
+    assert woven.makespan([0.5] * 8, [1.0] * 8) == pytest.approx(8 * 3.0 + 3 * 3.0 / 2)
     assert interleaved(4, 8, 1).tasks == plain.tasks
 
 

@@ -31,15 +31,20 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "feature": towers.FEATURES,
     "strategies": tuple(TWO),
     "stages": (1, 2, 4),
-    "schedule": ("gpipe", "one_f_one_b"),
+    "schedule": ("gpipe", "one_f_one_b", "interleaved"),
     "microbatches": (1, 2),
     "library": ("linen", "nnx"),
 }
 
 
 def allowed(setting: dict[str, Any]) -> bool:
-    """One stage has no schedule; statistics are the whole batch's, so such a model is not cut into micro-batches."""
+    """What there is: one stage has no schedule, and interleaving takes a micro-batch per set of devices, here two.
+
+    Statistics are the whole batch's, so such a model is not cut into micro-batches.
+    """
     whole = setting["microbatches"] == 1 or setting["feature"] != "batch_stats"
+    if setting["schedule"] == "interleaved" and (setting["stages"], setting["microbatches"]) != (4, 2):
+        return False
     return whole and (setting["stages"] > 1 or setting["schedule"] == "one_f_one_b")
 
 
@@ -65,6 +70,7 @@ def test_as_one_device(cell: dict[str, Any]) -> None:
         microbatches=cell["microbatches"],
         schedule=cell["schedule"],
         strategies=strategies,
+        stage_devices=((0, 1), (2, 3)) * 2 if cell["schedule"] == "interleaved" else None,
     )
     assert len({layer.stage for layer in plan.layers}) == cell["stages"]
     step = runtime.compile(graph, plan)

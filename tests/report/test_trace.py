@@ -30,8 +30,8 @@ def test_gpipe_by_hand(plan: Plan) -> None:
 
 def test_bubble_is_what_is_not_work(plan: Plan) -> None:
     events = predicted_events(plan)
-    assert bubble_share(events, num_stages=2) == pytest.approx(1 - 3 * (0.03 + 0.06) / (2 * 0.220))
-    assert bubble_share((), num_stages=2) == 0.0
+    assert bubble_share(events, num_places=2) == pytest.approx(1 - 3 * (0.03 + 0.06) / (2 * 0.220))
+    assert bubble_share((), num_places=2) == 0.0
 
 
 def test_no_times_no_events(plan: Plan) -> None:

@@ -189,3 +189,32 @@ def test_a_parameter_that_the_loss_ignores(stages: int) -> None:
         return jax.tree.map(lambda p, g: 0.9 * p - 0.1 * g, params, grads), (loss, grads)
 
     assert_as_one_device(train_step, make_state, linear_batch(), stages=stages, microbatches=2)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_case_37_random_streams_are_an_argument_of_their_own(plan: dict[str, Any]) -> None:
+    """Model, optimizer and random streams as objects: masks are one device's, and the streams' counts come back."""
+
+    def make() -> tuple[Any, Any, Any]:
+        model = nnx.Sequential(nnx.Linear(6, 8, rngs=nnx.Rngs(0)), nnx.Linear(8, 4, rngs=nnx.Rngs(1)))
+        return model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param), nnx.Rngs(dropout=3)
+
+    def train_step(model: Any, optimizer: Any, rngs: Any, batch: jax.Array) -> jax.Array:
+        key = rngs.dropout()
+
+        def loss_fn(model: Any) -> jax.Array:
+            hidden = jnp.tanh(model.layers[0](batch))
+            kept = jax.random.bernoulli(key, 0.5, hidden.shape)
+            return jnp.mean(model.layers[1](jnp.where(kept, hidden, 0.0)) ** 2)
+
+        loss, grads = nnx.value_and_grad(loss_fn)(model)
+        optimizer.update(model, grads)
+        return loss
+
+    plain, batch = make(), linear_batch()
+    expected = [float(train_step(*plain, jnp.asarray(batch))) for _ in range(3)]
+    mine = make()
+    graph = frontend.trace(train_step, *mine, batch, batch_argnums=(3,))
+    step = runtime.compile(graph, make_plan(graph, **plan))
+    np.testing.assert_allclose([float(step(*mine, batch)) for _ in range(3)], expected, rtol=1e-5)
+    assert int(mine[2].dropout.count.get_value()) == int(plain[2].dropout.count.get_value()) == 3

@@ -238,7 +238,7 @@ def test_lowered_programs_and_their_memory(step: runtime.ParallelStep) -> None:
         assert "train_step" in lowered.as_text()
         assert memory.argument_size_in_bytes > 0
     else:
-        assert {"stage_0_forward", "stage_1_backward", "update_0_join", "update_1_stage_1"} <= set(names)
+        assert {"stage_0_backward", "stage_1_forward_backward", "update_0_join", "update_1_stage_1"} <= set(names)
         assert set(memory) == set(names)
 
 

@@ -89,9 +89,10 @@ class Delayed:
     def __init__(self, program: Any, seconds: float) -> None:
         self._program, self.seconds = program, seconds
 
-    def __call__(self, inputs: Any) -> Any:
-        first, *rest = self._program(inputs)
-        return [self._late(first), *rest]
+    def __call__(self, *inputs: Any) -> Any:
+        first, *rest = self._program(*inputs)
+        late = [self._late(first[0]), *first[1:]] if isinstance(first, list) else self._late(first)
+        return [late, *rest]
 
     def _late(self, array: Any) -> Any:
         def hold(x: Any) -> Any:

@@ -11,7 +11,18 @@ import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from runtime_support import Decoder, assert_as_one_device, decoder_state, decoder_step, make_plan, token_batch
+from runtime_support import (
+    BATCH,
+    TOKENS,
+    VOCABULARY,
+    WIDTH,
+    Decoder,
+    assert_as_one_device,
+    decoder_state,
+    decoder_step,
+    make_plan,
+    token_batch,
+)
 from uniap_jax import frontend, runtime
 from uniap_jax.core.graph import LayerGraph
 from uniap_jax.core.sharding import make_mesh
@@ -65,6 +76,35 @@ def held_bytes(step: runtime.ParallelStep, stage: int) -> tuple[int, set[tuple[i
     outs = jax.tree.leaves(built.forward.lowered.out_info)
     kept = [outs[i] for i in built.kept]
     return sum(int(np.prod(o.shape)) * o.dtype.itemsize for o in kept), {tuple(o.shape) for o in kept}
+
+
+def live_bytes(device: jax.Device) -> int:
+    here = [a for a in jax.live_arrays() if device in a.sharding.device_set]  # looking at shards would make arrays
+    return sum(int(np.prod(a.sharding.shard_shape(a.shape))) * a.dtype.itemsize for a in here)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "one_f_one_b"])
+def test_live_bytes_are_those_of_the_schedule(graph: LayerGraph, schedule: str) -> None:
+    """At its worst a stage holds gradients and what is in flight, and beside it no more than comes in and goes out."""
+    step, batch = runtime.compile(graph, make_plan(graph, stages=4, microbatches=4, schedule=schedule)), token_batch()
+    pipeline, devices = step.executor, jax.devices()[:4]
+    assert isinstance(pipeline, Pipeline)
+    state, _ = step(step.place(decoder_state(TX), batch), batch)
+    before, peaks = [live_bytes(d) for d in devices], [0] * 4
+
+    def watch(stage: int, task: Any, live: int) -> None:
+        peaks[:] = [max(p, live_bytes(d)) for p, d in zip(peaks, devices, strict=True)]
+
+    pipeline.watch = watch
+    jax.block_until_ready(step(state, batch))
+    for stage, (built, spec) in enumerate(zip(pipeline.built.stages, pipeline.built.specs, strict=True)):
+        flying, held = pipeline.schedule.in_flight[stage], held_bytes(step, stage)[0]
+        gradients = sum(graph.params[p].nbytes for p in spec.params)
+        stream = BATCH // 4 * TOKENS * WIDTH * 4
+        at_the_doors = 4 * stream * (len(spec.reads) + len(spec.writes)) + sum(v.nbytes for v in graph.step.batch)
+        table = 2 * VOCABULARY * WIDTH * 4  # the shared one, sent to the stage that has it not
+        least = gradients + (flying - 1) * held
+        assert least <= peaks[stage] - before[stage] <= least + held + at_the_doors + table + 64 * len(built.needs)
 
 
 def test_residuals_hold_no_parameters() -> None:

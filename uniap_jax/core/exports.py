@@ -257,7 +257,7 @@ def jaxpp_stages(plan: Plan, layer: int | None = None) -> JaxppStages:
         layer: whose split stands for all, where they differ; JaxPP's stages share one mesh.
 
     Raises:
-        PlanMismatchError: layers differ and none is named; or stages share one layer.
+        PlanMismatchError: layers differ and none is named; or stages share one layer, or take turns.
     """
     shape = mesh_shape(plan, layer)
     stages = [plan.stage_layers(stage) for stage in range(plan.num_stages)]
@@ -266,6 +266,12 @@ def jaxpp_stages(plan: Plan, layer: int | None = None) -> JaxppStages:
             f"stage {stages.index(())} holds no layer of its own: a loop over layers is one layer that stages share, "
             "and JaxPP marks stages between layers. Write the loop out, or plan with executor='stages'",
             stage=stages.index(()),
+        )
+    if plan.schedule not in JAXPP_SCHEDULES:
+        raise PlanMismatchError(
+            f"stages of this plan take turns on {len(plan.device_sets)} sets of devices, which these marks do not "
+            "say; export the plan that it was interleaved from",
+            schedule=plan.schedule,
         )
     first = tuple(layers[0] for layers in stages[1:])
     return JaxppStages(

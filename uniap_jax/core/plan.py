@@ -12,6 +12,9 @@ from uniap_jax.core.plan_text import format_plan
 from uniap_jax.core.strategy import Strategy
 
 SCHEDULES = ("gpipe", "one_f_one_b")
+"""Those that are searched."""
+INTERLEAVED = "interleaved"
+"""Stages take turns on fewer sets of devices: stage s runs on set s modulo their number; see `core.interleave`."""
 EXECUTORS = ("stages", "program")
 STATUSES = ("optimal", "feasible", "infeasible", "no_plan_in_time", "pinned")
 
@@ -197,9 +200,10 @@ class Plan:
     Attributes:
         num_stages: pipeline stages P.
         num_microbatches: micro-batches per step c.
-        schedule: "gpipe" or "one_f_one_b"; of no effect with one stage.
+        schedule: "gpipe", "one_f_one_b" or "interleaved"; of no effect with one stage.
         batch_size: global batch the plan was made for.
-        stage_devices: per stage, indices of its devices in the cluster, in mesh order.
+        stage_devices: per stage, indices of its devices in the cluster, in mesh order; stages have devices of their
+            own, or under "interleaved" take turns on the same sets of them.
         layers: per layer in trace order.
         prediction: what the cost model expects.
         certificate: what was proved.
@@ -227,7 +231,12 @@ class Plan:
     @property
     def num_devices(self) -> int:
         """Devices the plan uses."""
-        return sum(len(d) for d in self.stage_devices)
+        return sum(len(d) for d in self.device_sets)
+
+    @property
+    def device_sets(self) -> tuple[tuple[int, ...], ...]:
+        """The sets of devices: one per stage, fewer where stages are interleaved."""
+        return tuple(dict.fromkeys(self.stage_devices))
 
     def stage_layers(self, stage: int) -> tuple[int, ...]:
         """Indices of the layers of one stage, in trace order."""

@@ -14,7 +14,7 @@ GIB = 2.0**30
 SAME = 1e-6
 """Relative difference of step times below which two plans take equally long."""
 HEADER = ("stage", "devices", "layers", "strategy", "time", "memory")
-SCHEDULE_NAMES = {"gpipe": "GPipe", "one_f_one_b": "1F1B"}
+SCHEDULE_NAMES = {"gpipe": "GPipe", "one_f_one_b": "1F1B", "interleaved": "interleaved 1F1B"}
 SOURCE_NAMES = {
     "measured": "from layers measured on these devices",
     "compiled": "from compiled programs, without a clock",

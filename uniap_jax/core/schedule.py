@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 FORWARD = "forward"
 BACKWARD = "backward"
@@ -36,7 +37,7 @@ class Event:
     """A task as simulated.
 
     Attributes:
-        stage: where it ran.
+        stage: of the plan: where stages are interleaved, one of the pieces of the model.
         task: what ran.
         start_s: seconds from the start of the step.
         end_s: seconds from the start of the step.
@@ -50,13 +51,16 @@ class Event:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """The order of work on every stage; a virtual stage is `chunk * num_stages + stage`.
+    """The order of work on every set of devices.
+
+    A set of devices holds `num_chunks` stages of the plan, P apart: chunk k of set s is stage k * P + s, for P sets.
+    Everywhere but in `tasks`, stages are those of the plan.
 
     Attributes:
         name: "gpipe", "one_f_one_b" or "interleaved".
         num_microbatches: c.
-        tasks: per stage, in the order they run.
-        num_chunks: chunks of layers per stage.
+        tasks: per set of devices, in the order they run.
+        num_chunks: stages per set of devices; more than one only in interleaved schedules.
 
     Raises:
         ValueError: a stage does not run every micro-batch forward and then backward exactly once, or the stages
@@ -87,13 +91,46 @@ class Schedule:
 
     @property
     def num_stages(self) -> int:
-        """P."""
-        return len(self.tasks)
+        """Of the plan."""
+        return len(self.tasks) * self.num_chunks
+
+    def stage_of(self, place: int, task: Task) -> int:
+        """The plan's stage that a set of devices runs in a task."""
+        return task.chunk * len(self.tasks) + place
 
     @property
     def in_flight(self) -> tuple[int, ...]:
-        """Per stage, the most micro-batches (times chunks) that are forward and not yet backward."""
-        return tuple(_peak(tasks) for tasks in self.tasks)
+        """Per stage, the most micro-batches that are forward and not yet backward."""
+        places = len(self.tasks)
+        return tuple(
+            _peak([t for t in self.tasks[stage % places] if t.chunk == stage // places])
+            for stage in range(self.num_stages)
+        )
+
+    def held(self, place: int, each: Sequence[float]) -> float:
+        """The most that a set of devices holds at once.
+
+        Args:
+            place: which set.
+            each: [stages] what one micro-batch in flight holds on a stage.
+        """
+        total = most = 0.0
+        for task in self.tasks[place]:
+            total += each[self.stage_of(place, task)] * (1 if task.kind == FORWARD else -1)
+            most = max(most, total)
+        return most
+
+    @property
+    def turns_at_once(self) -> bool:
+        """Whether the last stage runs every backward right after its forward."""
+        tasks, last = self.tasks[-1], self.num_chunks - 1
+        turned = [
+            t
+            for t, following in pairwise(tasks)
+            if t.chunk == last and following == Task(kind=BACKWARD, microbatch=t.microbatch, chunk=last)
+            if t.kind == FORWARD
+        ]
+        return len(turned) == self.num_microbatches
 
     @property
     def order(self) -> tuple[tuple[int, Task], ...]:
@@ -106,13 +143,12 @@ class Schedule:
         backward_s: Sequence[float] | None = None,
         link_s: Sequence[float] | None = None,
     ) -> tuple[Event, ...]:
-        """Runs the schedule with given times; each stage works through its tasks in order and waits for its inputs.
+        """Runs the schedule with given times; devices work through their tasks in order and wait for their inputs.
 
         Args:
-            forward_s: [stages] seconds of one micro-batch through one chunk; 1 where not given.
+            forward_s: [stages] seconds of one micro-batch; 1 where not given.
             backward_s: [stages] likewise; 2 where not given.
-            link_s: [stages - 1] seconds from a stage to the next, and back; 0 where not given. The wrap from the last
-                stage to the first, in interleaved schedules, takes as long as the slowest link.
+            link_s: [stages - 1] seconds from a stage to the next, and back; 0 where not given.
 
         Returns:
             Events by start, then end, then stage.
@@ -130,21 +166,22 @@ class Schedule:
             if len(given) != count:
                 raise ValueError(f"{name} has {len(given)} entries, expected {count} for {num_stages} stages")
         done: dict[tuple[int, Task], float] = {}
-        position, free = [0] * num_stages, [0.0] * num_stages
+        position, free = [0] * len(self.tasks), [0.0] * len(self.tasks)
         events: list[Event] = []
         progress = True
         while progress:
             progress = False
-            for stage, tasks in enumerate(self.tasks):
-                while position[stage] < len(tasks):
-                    task = tasks[position[stage]]
+            for place, tasks in enumerate(self.tasks):
+                while position[place] < len(tasks):
+                    task = tasks[position[place]]
+                    stage = self.stage_of(place, task)
                     ready = self._ready(stage, task, done, links)
                     if ready is None:
                         break
-                    start = max(free[stage], ready)
-                    free[stage] = done[stage, task] = start + times[task.kind][stage]
-                    events.append(Event(stage=stage, task=task, start_s=start, end_s=free[stage]))
-                    position[stage] += 1
+                    start = max(free[place], ready)
+                    free[place] = done[stage, task] = start + times[task.kind][stage]
+                    events.append(Event(stage=stage, task=task, start_s=start, end_s=free[place]))
+                    position[place] += 1
                     progress = True
         rows = zip(self.tasks, position, strict=True)
         waiting = [f"stage {s}: {tasks[p]}" for s, (tasks, p) in enumerate(rows) if p < len(tasks)]
@@ -162,22 +199,19 @@ class Schedule:
         return max(e.end_s for e in self.simulate(forward_s, backward_s, link_s))
 
     def needs(self, stage: int, task: Task) -> tuple[tuple[int, Task], ...]:
-        """Tasks that must have ended before this one, on its own stage or a neighbour."""
+        """(stage, task) that must have ended before this one, on its own stage or a neighbour."""
         return tuple(self._needs(stage, task))
 
     def _needs(self, stage: int, task: Task) -> Iterator[tuple[int, Task]]:
-        virtual = task.chunk * self.num_stages + stage
-        last = self.num_stages * self.num_chunks - 1
-        if task.kind == FORWARD and virtual > 0:
-            yield self._at(virtual - 1, task)
+        if task.kind == FORWARD and stage > 0:
+            yield self._on(stage - 1, task.kind, task)
         if task.kind == BACKWARD:
-            yield stage, Task(kind=FORWARD, microbatch=task.microbatch, chunk=task.chunk)
-            if virtual < last:
-                yield self._at(virtual + 1, task)
+            yield self._on(stage, FORWARD, task)
+            if stage < self.num_stages - 1:
+                yield self._on(stage + 1, task.kind, task)
 
-    def _at(self, virtual: int, task: Task) -> tuple[int, Task]:
-        chunk, stage = divmod(virtual, self.num_stages)
-        return stage, Task(kind=task.kind, microbatch=task.microbatch, chunk=chunk)
+    def _on(self, stage: int, kind: str, task: Task) -> tuple[int, Task]:
+        return stage, Task(kind=kind, microbatch=task.microbatch, chunk=stage // len(self.tasks))
 
     def _ready(
         self, stage: int, task: Task, done: dict[tuple[int, Task], float], links: tuple[float, ...]
@@ -187,8 +221,7 @@ class Schedule:
         for source, needed in self._needs(stage, task):
             if (source, needed) not in done:
                 return None
-            neighbours = abs(source - stage) == 1
-            link = links[min(source, stage)] if neighbours else max(links, default=0.0) if source != stage else 0.0
+            link = links[min(source, stage)] if source != stage else 0.0
             ready = max(ready, done[source, needed] + link)
         return ready
 
@@ -263,13 +296,26 @@ def _alternate(forward: list[Task], backward: list[Task], *, warmup: int) -> tup
     return (*forward[:warmup], *steady, *backward[len(forward) - warmup :])
 
 
-def make_schedule(name: str, num_stages: int, num_microbatches: int) -> Schedule:
+def make_schedule(name: str, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
     """The schedule of a plan.
 
+    Args:
+        name: of the schedule.
+        num_stages: of the plan.
+        num_microbatches: c.
+        num_chunks: stages that share a set of devices.
+
     Raises:
-        ValueError: an unknown name, with the known ones.
+        ValueError: an unknown name, with the known ones; stages that share devices under a schedule for which they
+            may not, or that do not divide evenly among the sets of devices.
     """
     known = {"gpipe": gpipe, "one_f_one_b": one_f_one_b}
+    if name == "interleaved":
+        if num_stages % num_chunks:
+            raise ValueError(f"{num_stages} stages do not divide into {num_chunks} per set of devices")
+        return interleaved(num_stages // num_chunks, num_microbatches, num_chunks)
     if name not in known:
-        raise ValueError(f"schedule {name!r} is unknown; use one of {', '.join(known)}")
+        raise ValueError(f"schedule {name!r} is unknown; use one of {', '.join(known)}, interleaved")
+    if num_chunks > 1:
+        raise ValueError(f"schedule {name!r} wants devices of its own for every stage; use 'interleaved'")
     return known[name](num_stages, num_microbatches)

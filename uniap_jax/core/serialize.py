@@ -13,7 +13,7 @@ from typing import Any, TypeVar, get_args, get_type_hints
 import msgspec
 
 from uniap_jax.core.errors import PlanMismatchError, ProfileError, UniapError
-from uniap_jax.core.plan import EXECUTORS, SCHEDULES, STATUSES, Plan
+from uniap_jax.core.plan import EXECUTORS, INTERLEAVED, SCHEDULES, STATUSES, Plan
 from uniap_jax.core.profile import Profile
 
 MAX_BYTES = 256 << 20
@@ -186,14 +186,25 @@ def _refuse_infinite(value: Any, path: str, error: type[UniapError]) -> None:
 def _plan_faults(plan: Plan) -> list[tuple[str, str]]:
     """(field, what is wrong) of what types alone cannot say, most telling first."""
     stages, sizes = plan.num_stages, [len(d) for d in plan.stage_devices]
-    devices = [d for ds in plan.stage_devices for d in ds]
+    sets = plan.device_sets if plan.schedule == INTERLEAVED else plan.stage_devices
+    devices = [d for ds in sets for d in ds]
     found = []
     if stages < 1 or len(sizes) != stages:
         found.append(("num_stages", f"{stages} stages, but stage_devices lists {len(sizes)}"))
     if plan.num_microbatches < 1 or plan.batch_size < 1 or plan.batch_size % plan.num_microbatches:
         found.append(("num_microbatches", f"{plan.num_microbatches} does not divide batch_size {plan.batch_size}"))
-    if plan.schedule not in SCHEDULES:
-        found.append(("schedule", f"{plan.schedule!r} is not one of {', '.join(SCHEDULES)}"))
+    if plan.schedule not in (*SCHEDULES, INTERLEAVED):
+        found.append(("schedule", f"{plan.schedule!r} is not one of {', '.join((*SCHEDULES, INTERLEAVED))}"))
+    if plan.schedule == INTERLEAVED and (
+        plan.stage_devices != sets * (stages // max(1, len(sets))) or plan.num_microbatches % max(1, len(sets))
+    ):
+        found.append(
+            (
+                "stage_devices",
+                f"interleaved stages take turns on {len(sets)} sets of devices in one order, with micro-batches in "
+                f"groups of {len(sets)}; there are {stages} stages and {plan.num_microbatches} micro-batches",
+            )
+        )
     if len(set(devices)) != len(devices) or min(devices, default=0) < 0 or 0 in sizes:
         found.append(("stage_devices", f"{plan.stage_devices} repeats a device, has a negative one or an empty stage"))
     for i, layer in enumerate(plan.layers):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from uniap_jax.core.jax_compat import Literal
 from uniap_jax.core.jaxprs import variables
@@ -15,7 +16,7 @@ from uniap_jax.runtime.homes import Layout
 from uniap_jax.runtime.programs import Program, as_function, build, shape_of
 from uniap_jax.runtime.stage_programs import operand_sharding
 from uniap_jax.runtime.stages import StageSpec
-from uniap_jax.runtime.transfer import Move, view
+from uniap_jax.runtime.transfer import Move, destination, shards_of, view
 
 
 class Leaves:
@@ -36,15 +37,33 @@ class Leaves:
             self._moves[leaf, stage] = Move(f"leaf_{leaf}_to_{stage}", here, layout.on(stage, home.spec))
         return shape_of(value, self._moves[leaf, stage].arrives)
 
-    def fetch(self, state: Sequence[Any], leaf: int, stage: int) -> Any:
+    def of(self, state: Sequence[Any]) -> Held:
+        """The leaves of one step."""
+        return Held(self._layout, self._moves, state)
+
+
+class Held:
+    """State leaves of one step on the stages that read them; from `Leaves.of`, after all of them had their shape."""
+
+    __slots__ = ("_layout", "_moves", "_shards", "_state", "_views")
+
+    def __init__(self, layout: Layout, moves: Mapping[tuple[int, int], Move], state: Sequence[Any]) -> None:
+        self._layout, self._moves, self._state = layout, moves, state
+        self._shards: dict[int, dict[Any, Any]] = {}
+        self._views: dict[tuple[int, int], Any] = {}
+
+    def fetch(self, leaf: int, stage: int) -> Any:
         """The leaf on a stage's devices."""
         home = self._layout.leaves[leaf].stage
         if home == stage:
-            return state[leaf]
-        if home is None:
-            return view(state[leaf], self._layout.on(stage))
-        self.shape(leaf, stage)
-        return self._moves[leaf, stage](state[leaf])
+            return self._state[leaf]
+        if home is not None:
+            return self._moves[leaf, stage](self._state[leaf])
+        if (leaf, stage) not in self._views:
+            if leaf not in self._shards:
+                self._shards[leaf] = shards_of(self._state[leaf])
+            self._views[leaf, stage] = view(self._shards[leaf], self._layout.on(stage))
+        return self._views[leaf, stage]
 
 
 class Begin:
@@ -58,7 +77,7 @@ class Begin:
 
     def __init__(self, layout: Layout, spec: StageSpec, leaves: Leaves) -> None:
         flow, graph, stage = layout.before, layout.graph, spec.stage
-        self._leaves, self._stage = leaves, stage
+        self._stage = stage
         self._atoms: list[Any] = [flow.outvars[p] for p in spec.params if layout.params[p].stage == stage]
         self.params = tuple(p for p in spec.params if layout.params[p].stage == stage)
         self.operands = tuple(o for o in spec.operands if graph.operands[o].kind == "state")
@@ -90,13 +109,13 @@ class Begin:
         """None or one."""
         return () if self._program is None else (self._program,)
 
-    def __call__(self, state: Sequence[Any]) -> list[Any]:
+    def __call__(self, state: Held) -> list[Any]:
         """Arrays for `params` at home here, then for `operands`."""
         made: Any = iter(())
         if self._program is not None:
-            made = iter(self._program([self._leaves.fetch(state, i, self._stage) for i in self._inputs]))
+            made = iter(self._program([state.fetch(i, self._stage) for i in self._inputs]))
         return [
-            next(made) if is_made else self._leaves.fetch(state, self._direct[a], self._stage)
+            next(made) if is_made else state.fetch(self._direct[a], self._stage)
             for a, is_made in zip(self._atoms, self._is_made, strict=True)
         ]
 
@@ -104,69 +123,82 @@ class Begin:
 class Feeder:
     """Rows of each micro-batch on the devices that read them.
 
+    What a stage reads of the batch goes there once per step, all stages' in one call, each leaf as
+    [micro-batches, rows, ...]; one program per stage takes the micro-batches apart there.
+
     Args:
         layout: graph under its plan.
         specs: of all stages.
+        pool: compiles in the background.
     """
 
-    def __init__(self, layout: Layout, specs: Sequence[StageSpec]) -> None:
+    def __init__(self, layout: Layout, specs: Sequence[StageSpec], pool: Executor | None = None) -> None:
         graph, c = layout.graph, layout.plan.num_microbatches
+        kinds = [[graph.operands[o].kind for o in s.operands] for s in specs]
+        read = [[o for o in s.operands if graph.operands[o].kind == "batch"] for s in specs]
+        layouts = [[operand_sharding(layout, s.stage, o) for o in os] for s, os in zip(specs, read, strict=True)]
         self._count = c
-        self._leaves = [
-            [graph.operands[o].leaf for o in spec.operands if graph.operands[o].kind == "batch"] for spec in specs
+        self._leaves = [[graph.operands[o].leaf for o in operands] for operands in read]
+        whole = [[_stacked_layout(s) for s in found] for found in layouts] if c > 1 else layouts
+        self._targets = [destination(s) for found in whole for s in found]
+        self._cut = [
+            build(
+                f"stage_{spec.stage}_rows",
+                lambda leaves: [[leaf[m] for leaf in leaves] for m in range(c)],
+                [
+                    [
+                        jax.ShapeDtypeStruct((c, *graph.operands[o].shape), graph.operands[o].dtype, sharding=s)
+                        for o, s in zip(operands, stacked, strict=True)
+                    ]
+                ],
+                mesh=layout.meshes[spec.stage],
+                outputs=[found] * c,
+                pool=pool,
+            )
+            if operands and c > 1
+            else None
+            for spec, operands, found, stacked in zip(specs, read, layouts, whole, strict=True)
         ]
-        self._targets = [
-            operand_sharding(layout, s.stage, o) for s in specs for o in s.operands if graph.operands[o].kind == "batch"
-        ]
-        self._index = [
-            [jax.device_put(np.int32(i), layout.on(s.stage)) for i in range(c)]
-            if any(graph.operands[o].kind == "index" for o in s.operands)
-            else []
-            for s in specs
-        ]
-        self._order = [[graph.operands[o].kind for o in s.operands] for s in specs]
-
-    def split(self, batch: Sequence[Any]) -> list[list[Any]]:
-        """Every leaf as its micro-batches: views of numpy arrays, slices where the array lies."""
-        if self._count == 1:
-            return [[leaf] for leaf in batch]
-        return [_pieces(leaf, self._count) for leaf in batch]
-
-    def place(self, pieces: Sequence[Sequence[Any]], microbatch: int) -> list[list[Any]]:
-        """Per stage its rows of one micro-batch, in one call."""
-        rows = [pieces[leaf][microbatch] for leaves in self._leaves for leaf in leaves]
-        placed = iter(jax.device_put(rows, self._targets) if rows else [])
-        return [[next(placed) for _ in leaves] for leaves in self._leaves]
-
-    def operands(self, rows: Sequence[Any], stage: int, microbatch: int, state: Sequence[Any]) -> list[Any]:
-        """Operands of a stage for one micro-batch, in the stage's order.
-
-        Args:
-            rows: of the batch, from `place`.
-            stage: which.
-            microbatch: its number.
-            state: those that `Begin` made.
-        """
-        placed, made = iter(rows), iter(state)
-        return [
-            next(made) if kind == "state" else next(placed) if kind == "batch" else self._index[stage][microbatch]
-            for kind in self._order[stage]
+        self.positions = tuple(tuple(i for i, k in enumerate(found) if k == "batch") for found in kinds)
+        self.state_positions = tuple(tuple(i for i, k in enumerate(found) if k == "state") for found in kinds)
+        self.number_positions = tuple(tuple(i for i, k in enumerate(found) if k == "index") for found in kinds)
+        self.numbers = [
+            [jax.device_put(np.int32(m), layout.on(s.stage)) for m in range(c)] if own else []
+            for s, own in zip(specs, self.number_positions, strict=True)
         ]
 
+    @property
+    def programs(self) -> tuple[Program, ...]:
+        """At most one per stage."""
+        return tuple(p for p in self._cut if p is not None)
 
-def _pieces(leaf: Any, count: int) -> list[Any]:
-    rows = leaf.shape[0] // count
-    if isinstance(leaf, jax.Array):
-        return list(_split(leaf, count))
-    return [leaf[i * rows : (i + 1) * rows] for i in range(count)]
+    def __call__(self, batch: Sequence[Any]) -> list[list[list[Any]]]:
+        """Per stage and micro-batch the rows it reads, in the order of `positions`."""
+        if not self._targets:
+            return [[[] for _ in range(self._count)] for _ in self._leaves]
+        wanted = sorted({i for leaves in self._leaves for i in leaves})
+        ready = {i: _stacked(batch[i], self._count) for i in wanted}
+        placed = iter(jax.device_put([ready[i] for leaves in self._leaves for i in leaves], self._targets))
+        rows = []
+        for leaves, cut in zip(self._leaves, self._cut, strict=True):
+            whole = [next(placed) for _ in leaves]
+            rows.append(cut(whole) if cut is not None else [list(whole) for _ in range(self._count)])
+        return rows
 
 
-def _split_rows(leaf: jax.Array, count: int) -> list[jax.Array]:
-    rows = leaf.shape[0] // count
-    return [leaf[i * rows : (i + 1) * rows] for i in range(count)]
+def _stacked_layout(sharding: NamedSharding) -> NamedSharding:
+    return NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec))
 
 
-_split = jax.jit(_split_rows, static_argnums=1)
+def _stacked(leaf: Any, count: int) -> Any:
+    """[B, ...] to [count, B / count, ...]: a view of a numpy array; the leaf itself where it is not cut."""
+    if count == 1:
+        return leaf
+    shape = (count, leaf.shape[0] // count, *leaf.shape[1:])
+    return _reshape(leaf, shape) if isinstance(leaf, jax.Array) else np.reshape(leaf, shape)
+
+
+_reshape = jax.jit(lambda leaf, shape: leaf.reshape(shape), static_argnums=1)
 
 
 class Shared:

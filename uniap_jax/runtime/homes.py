@@ -102,7 +102,7 @@ def lay_out(graph: LayerGraph, plan: Plan, devices: Sequence[Any]) -> Layout:
     """
     micro = graph if plan.num_microbatches == graph.num_microbatches else graph.microbatch(plan.num_microbatches)
     meshes = tuple(make_mesh([devices[d] for d in stage]) for stage in plan.stage_devices)
-    world = meshes[0] if plan.num_stages == 1 else Mesh([devices[d] for s in plan.stage_devices for d in s], ("all",))
+    world = meshes[0] if plan.num_stages == 1 else Mesh([devices[d] for s in plan.device_sets for d in s], ("all",))
     layers = tuple(
         layer_sharding(micro, layer, choice.strategy) for layer, choice in zip(micro.layers, plan.layers, strict=True)
     )

@@ -11,22 +11,28 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from uniap_jax.core.schedule import BACKWARD, FORWARD, Schedule, make_schedule
-from uniap_jax.runtime.feed import Begin, Feeder, Leaves, Shared
+from uniap_jax.core.schedule import BACKWARD, FORWARD, Schedule
+from uniap_jax.core.timeline import schedule_of
+from uniap_jax.runtime.feed import Begin, Feeder, Held, Leaves, Shared
 from uniap_jax.runtime.homes import REPLICATED, Layout
 from uniap_jax.runtime.loss import accumulator_dtype, combine
 from uniap_jax.runtime.programs import Program, build, shape_of
-from uniap_jax.runtime.stage_programs import build_backward, build_forward, result_shardings
+from uniap_jax.runtime.stage_programs import (
+    StageForward,
+    build_backward,
+    build_forward,
+    build_whole,
+    result_shardings,
+)
 from uniap_jax.runtime.stages import StageSpec, stage_specs
 from uniap_jax.runtime.stopwatch import Stopwatch
-from uniap_jax.runtime.transfer import Move, Outbox
+from uniap_jax.runtime.transfer import Move, Outbox, destination
 from uniap_jax.runtime.update import Update
 from uniap_jax.runtime.update_split import Piece, split_update
 
@@ -36,38 +42,91 @@ class _Live:
     """What one step holds on one stage.
 
     Attributes:
-        inputs: parameters, then state operands made by `before`, ready for every micro-batch.
-        arrived: per micro-batch, values from earlier stages.
-        returned: per micro-batch, cotangents from later stages, by value.
-        kept: per micro-batch in flight, inputs and residuals for its backward.
+        inputs: of the forward program, with what is the same for every micro-batch in its place.
         totals: gradients so far.
+        rows: per micro-batch, its rows of the batch.
         results: per result of the stage, the micro-batches' pieces.
+        arrived: per micro-batch whose values from earlier stages come in, its inputs.
+        returned: per micro-batch, cotangents from later stages, as the backward program takes them.
+        kept: per micro-batch in flight, what its backward wants: inputs and residuals, or the cotangents themselves.
     """
 
-    params: list[Any]
-    state: list[Any]
+    inputs: list[Any]
     totals: list[Any]
-    arrived: dict[int, dict[int, Any]] = field(default_factory=dict)
-    returned: dict[int, dict[int, list[Any]]] = field(default_factory=dict)
+    rows: list[list[Any]]
+    results: list[list[Any]]
+    arrived: dict[int, list[Any]] = field(default_factory=dict)
+    returned: dict[int, list[list[Any]]] = field(default_factory=dict)
     kept: dict[int, tuple[list[Any], list[Any]]] = field(default_factory=dict)
-    results: list[list[Any]] = field(default_factory=list)
+
+    def taking(self, microbatch: int) -> list[Any]:
+        """Inputs of a micro-batch, to be filled."""
+        if microbatch not in self.arrived:
+            self.arrived[microbatch] = list(self.inputs)
+        return self.arrived[microbatch]
 
 
-class _Fed:
-    """Rows of the batch on the stages that read them; a micro-batch's go to all stages in one call."""
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Way:
+    """An array that a stage sends with every micro-batch.
 
-    __slots__ = ("_feeder", "_pieces", "_placed")
+    Attributes:
+        source: position among what the stage sends in this direction.
+        stage: that receives it.
+        target: its destination there.
+        place: positions in what the receiver takes: of an input, or of a write and of its reader.
+    """
 
-    def __init__(self, feeder: Feeder, batch: Sequence[Any]) -> None:
-        self._feeder, self._pieces = feeder, feeder.split(batch)
-        self._placed: dict[int, list[list[Any]]] = {}
+    source: int
+    stage: int
+    target: Any
+    place: tuple[int, ...]
 
-    def take(self, stage: int, microbatch: int) -> list[Any]:
-        """A stage's rows, held here no longer."""
-        if microbatch not in self._placed:
-            self._placed[microbatch] = self._feeder.place(self._pieces, microbatch)
-        rows, self._placed[microbatch][stage] = self._placed[microbatch][stage], []
-        return rows
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Ways:
+    """Where a stage's arrays come from and go.
+
+    Attributes:
+        rows: positions of the batch's rows among the inputs.
+        numbers: positions of the micro-batch's number.
+        forward: its writes' ways to later stages.
+        backward: its cotangents' ways to earlier stages.
+        parts: for each active write, how many stages send a cotangent.
+    """
+
+    rows: tuple[int, ...]
+    numbers: tuple[int, ...]
+    forward: tuple[_Way, ...]
+    backward: tuple[_Way, ...]
+    parts: tuple[int, ...]
+
+
+def _ways(specs: Sequence[StageSpec], feeder: Feeder, spec: StageSpec) -> _Ways:
+    writer = {v: other for other in specs for v in other.writes}
+    first = {s.stage: len(s.params) + len(s.operands) for s in specs}
+    own = len(spec.params)
+    ahead = [
+        _Way(source=i, stage=t, target=destination(s), place=(first[t] + specs[t].reads.index(v),))
+        for i, (v, readers) in enumerate(zip(spec.writes, spec.readers, strict=True))
+        for t, s in readers
+    ]
+    back = [
+        _Way(
+            source=i,
+            stage=writer[v].stage,
+            target=destination(writer[v].leaves[writer[v].writes.index(v)]),
+            place=(writer[v].active.index(v), writer[v].returns[v].index(spec.stage)),
+        )
+        for i, v in enumerate(spec.wanted)
+    ]
+    return _Ways(
+        rows=tuple(own + i for i in feeder.positions[spec.stage]),
+        numbers=tuple(own + i for i in feeder.number_positions[spec.stage]),
+        forward=tuple(ahead),
+        backward=tuple(back),
+        parts=tuple(len(spec.returns[v]) for v in spec.active),
+    )
 
 
 class Programs:
@@ -77,16 +136,20 @@ class Programs:
         layout: graph under its plan.
         pieces: of the update.
         donated: state leaves whose buffers are given up.
+        schedule: that they run under.
         pool: compiles in the background.
     """
 
     def __init__(
-        self, layout: Layout, pieces: Sequence[Piece], donated: Sequence[int], pool: Executor | None = None
+        self,
+        layout: Layout,
+        pieces: Sequence[Piece],
+        donated: Sequence[int],
+        schedule: Schedule,
+        pool: Executor | None = None,
     ) -> None:
         graph = layout.graph
         self.specs = stage_specs(layout)
-        self.writer = {v: spec.stage for spec in self.specs for v in spec.writes}
-        self.origin = {v: s for spec in self.specs for v, s in zip(spec.writes, spec.leaves, strict=True)}
         self.leaves = Leaves(layout)
         self.begin = [Begin(layout, spec, self.leaves) for spec in self.specs]
         home = {
@@ -95,10 +158,16 @@ class Programs:
             for p, sharding in zip(begin.params, begin.shardings[: len(begin.params)], strict=True)
         }
         self.shared = Shared(layout, home, self.specs)
-        self.feeder = Feeder(layout, self.specs)
-        forwards = [build_forward(layout, spec, self._params(spec, home), pool) for spec in self.specs]
+        self.feeder = Feeder(layout, self.specs, pool)
+        self.ways = [_ways(self.specs, self.feeder, spec) for spec in self.specs]
+        begun = [
+            (build_whole if schedule.turns_at_once and spec is self.specs[-1] else build_forward)(
+                layout, spec, self._params(spec, home), pool
+            )
+            for spec in self.specs
+        ]
         self.combine = [_build_combine(layout, spec, pool) for spec in self.specs]
-        self.stages = [build_backward(layout, forward, pool) for forward in forwards]
+        self.stages = [build_backward(layout, s, pool) if isinstance(s, StageForward) else s for s in begun]
         self.returns, parts = self._gradient_ways(layout)
         shapes = {
             k: shape_of(graph_whole(layout, k), sharding)
@@ -135,6 +204,7 @@ class Programs:
         moves = (*self.shared.there.values(), *self.returns.values())
         return (
             *(p for b in self.begin for p in b.programs),
+            *self.feeder.programs,
             *(m.program for m in moves if m.program is not None),
             *(p for s in self.stages for p in (s.zeros, s.forward, s.backward, s.reduce) if p is not None),
             *(p for p in self.combine if p is not None),
@@ -200,12 +270,10 @@ class Pipeline:
 
     def __init__(self, layout: Layout, donated: Sequence[int]) -> None:
         self._layout, self._donated = layout, tuple(donated)
-        plan = layout.plan
-        self.schedule: Schedule = make_schedule(plan.schedule, plan.num_stages, plan.num_microbatches)
+        plan, self.schedule = layout.plan, schedule_of(layout.plan)
         self._order = self.schedule.order
         self._pieces = split_update(layout.graph, plan, layout.update, layout.params, layout.leaves)
         self._built: Programs | None = None
-        self._outbox = Outbox()
         self.build_s = 0.0
         self.watch: Callable[[int, Any, int], None] | None = None
         self.observe: Callable[[], Stopwatch | None] = lambda: None
@@ -222,7 +290,7 @@ class Pipeline:
             started = time.perf_counter()
             workers = min(os.cpu_count() or 1, 2 * self._layout.plan.num_stages)
             with ThreadPoolExecutor(workers, thread_name_prefix="uniap_compile") as pool:
-                self._built = Programs(self._layout, self._pieces, self._donated, pool)
+                self._built = Programs(self._layout, self._pieces, self._donated, self.schedule, pool)
             self.build_s = time.perf_counter() - started
         return self._built
 
@@ -233,14 +301,13 @@ class Pipeline:
 
     def __call__(self, state: Sequence[Any], batch: Sequence[Any]) -> list[Any]:
         """Flat outputs of the step from placed state leaves and any batch leaves."""
-        programs = self.built
-        live = self._start(programs, state)
-        fed = _Fed(programs.feeder, batch)
-        self._outbox, stopwatch = Outbox(), self.observe()
+        programs, outbox, stopwatch = self.built, Outbox(), self.observe()
+        held = programs.leaves.of(state)
+        live = self._start(programs, held, batch)
         for stage, task in self._order:
-            self._outbox.deliver_for((stage, task.kind, task.microbatch))
+            outbox.deliver_for((stage, task.kind, task.microbatch))
             run = self._forward if task.kind == FORWARD else self._backward
-            made = run(programs, live, stage, task.microbatch, fed)
+            made = run(programs, live, stage, task.microbatch, outbox)
             if stopwatch is not None:
                 stopwatch(stage, task, _unshared(made))
             if self.watch is not None:
@@ -249,57 +316,67 @@ class Pipeline:
             stopwatch.finish()
         results = self._results(programs, live)
         grads = self._grads(programs, live)
-        del live, fed
-        return programs.update(state, batch, results, grads)
+        del live
+        return programs.update(state, held, batch, results, grads)
 
-    def _start(self, programs: Programs, state: Sequence[Any]) -> list[_Live]:
+    def _start(self, programs: Programs, state: Held, batch: Sequence[Any]) -> list[_Live]:
         begun = [begin(state) for begin in programs.begin]
         params: dict[int, Any] = {}
         for begin, arrays in zip(programs.begin, begun, strict=True):
             params.update(zip(begin.params, arrays, strict=False))
-        there = programs.shared.there
-        return [
-            _Live(
-                params=[
-                    there[p, s.spec.stage](params[p]) if (p, s.spec.stage) in there else params[p]
-                    for p in s.spec.params
-                ],
-                state=arrays[len(begin.params) :],
-                totals=s.zeros() if s.zeros is not None else [],
-                results=[[] for _ in s.spec.results],
-            )
-            for s, begin, arrays in zip(programs.stages, programs.begin, begun, strict=True)
-        ]
+        there, rows = programs.shared.there, programs.feeder(batch)
+        live = []
+        for built, begin, arrays in zip(programs.stages, programs.begin, begun, strict=True):
+            spec = built.spec
+            brought = [there[p, spec.stage](params[p]) if (p, spec.stage) in there else params[p] for p in spec.params]
+            inputs = [*brought, *([None] * (len(spec.operands) + len(spec.reads)))]
+            own = programs.feeder.state_positions[spec.stage]
+            for position, array in zip(own, arrays[len(begin.params) :], strict=True):
+                inputs[len(brought) + position] = array
+            totals = built.zeros() if built.zeros is not None else []
+            results: list[list[Any]] = [[] for _ in spec.results]
+            live.append(_Live(inputs=inputs, totals=totals, rows=rows[spec.stage], results=results))
+        return live
 
-    def _forward(self, programs: Programs, live: list[_Live], stage: int, m: int, fed: _Fed) -> tuple[Any, Any]:
-        here, built = live[stage], programs.stages[stage]
-        spec = built.spec
-        arrived = here.arrived.pop(m, {})
-        operands = programs.feeder.operands(fed.take(stage, m), stage, m, here.state)
-        inputs = [*here.params, *operands, *(arrived[v] for v in spec.reads)]
+    def _forward(
+        self, programs: Programs, live: list[_Live], stage: int, m: int, outbox: Outbox
+    ) -> tuple[Sequence[Any], Sequence[Any]]:
+        here, built, ways = live[stage], programs.stages[stage], programs.ways[stage]
+        inputs = here.taking(m)
+        del here.arrived[m]
+        for position, array in zip(ways.rows, here.rows[m], strict=True):
+            inputs[position] = array
+        here.rows[m] = []
+        for position in ways.numbers:
+            inputs[position] = programs.feeder.numbers[stage][m]
+        if built.backward is None:
+            results, here.totals, back = built.forward(inputs, here.totals)
+            here.kept[m] = ([], back)
+            for held, piece in zip(here.results, results, strict=True):
+                held.append(piece)
+            return [*results, *back], here.totals
         made = built.forward(inputs)
         here.kept[m] = ([inputs[i] for i in built.needs], [made[i] for i in built.kept])
-        first = len(spec.writes)
-        for held, piece in zip(here.results, made[first : first + len(spec.results)], strict=True):
+        first = len(built.spec.writes)
+        for held, piece in zip(here.results, made[first : first + len(here.results)], strict=True):
             held.append(piece)
-        for value, array, readers in zip(spec.writes, made, spec.readers, strict=False):
-            for target, sharding in readers:
-                slot = live[target].arrived.setdefault(m, {})
-                self._outbox.post((target, FORWARD, m), array, sharding, partial(slot.__setitem__, value))
+        for way in ways.forward:
+            box = live[way.stage].taking(m)
+            outbox.post((way.stage, FORWARD, m), made[way.source], way.target, (box, way.place[0]))
         return made, ()
 
-    def _backward(self, programs: Programs, live: list[_Live], stage: int, m: int, _: _Fed) -> tuple[Any, Any]:
-        here, built = live[stage], programs.stages[stage]
-        spec = built.spec
-        inputs, held = here.kept.pop(m)
-        back = here.returned.pop(m, {})
-        totals, wanted = built.backward(inputs, held, [back[v] for v in spec.active], here.totals)
-        here.totals = totals
-        for value, array in zip(spec.wanted, wanted, strict=True):
-            target = programs.writer[value]
-            slot = live[target].returned.setdefault(m, {}).setdefault(value, [])
-            self._outbox.post((target, BACKWARD, m), array, programs.origin[value], slot.append)
-        return wanted, totals
+    def _backward(
+        self, programs: Programs, live: list[_Live], stage: int, m: int, outbox: Outbox
+    ) -> tuple[Sequence[Any], Sequence[Any]]:
+        here, built, ways = live[stage], programs.stages[stage], programs.ways[stage]
+        inputs, back = here.kept.pop(m)
+        if built.backward is not None:
+            here.totals, back = built.backward(inputs, back, here.returned.pop(m, []), here.totals)
+        for way in ways.backward:
+            parts = live[way.stage].returned.setdefault(m, [[None] * n for n in programs.ways[way.stage].parts])
+            write, part = way.place
+            outbox.post((way.stage, BACKWARD, m), back[way.source], way.target, (parts[write], part))
+        return back, here.totals
 
     def _results(self, programs: Programs, live: list[_Live]) -> list[Any]:
         results: dict[int, Any] = {}

@@ -41,7 +41,7 @@ class Program:
 
     def __call__(self, *lists: Any) -> Any:
         """Runs it; queued on the devices, nothing waits."""
-        return self.compiled(*lists)
+        return (self._compiled or self.compiled)(*lists)
 
     @property
     def output_shardings(self) -> Any:

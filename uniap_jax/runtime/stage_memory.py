@@ -9,8 +9,9 @@ import jax
 import numpy as np
 
 from uniap_jax.runtime.executable import ParallelStep
-from uniap_jax.runtime.pipeline import Pipeline, Programs
+from uniap_jax.runtime.pipeline import Pipeline
 from uniap_jax.runtime.programs import Program
+from uniap_jax.runtime.stage_programs import StagePrograms
 
 
 def program_bytes(program: Program) -> dict[str, int]:
@@ -35,26 +36,39 @@ def stage_peaks(step: ParallelStep) -> tuple[int, ...]:
 
 
 def _stage_peak(step: ParallelStep, run: Pipeline, stage: int) -> int:
-    """State, gradients, what is in flight, and the largest program's own needs."""
-    programs, graph = run.built, step.graph
-    built = programs.stages[stage]
-    device = built.forward.output_shardings[0].mesh.devices.flat[0]
+    """State, gradients, what is in flight, and the largest program's own needs; stages in turn on the same devices."""
+    programs, sharing = run.built, len(run.schedule.tasks)
+    mine = programs.stages[stage % sharing :: sharing]
+    device = jax.tree.leaves(mine[0].forward.output_shardings)[0].mesh.devices.flat[0]
     state = sum(
         shard_bytes(v.shape, v.dtype, s)
-        for v, s in zip(graph.step.state, step.in_shardings, strict=True)
+        for v, s in zip(step.graph.step.state, step.in_shardings, strict=True)
         if device in s.device_set
     )
-    outs = jax.tree.leaves(built.forward.lowered.out_info)
-    held = sum(shard_bytes(outs[i].shape, outs[i].dtype, built.forward.output_shardings[i]) for i in built.kept)
-    reads = sum(
-        shard_bytes(graph.values[v].shape, graph.values[v].dtype, a) // step.plan.num_microbatches
+    flying = run.schedule.held(stage % sharing, [_held_bytes(b) + _read_bytes(step, b) for b in programs.stages])
+    passes = max(_own(b.forward) - _held_bytes(b) for b in mine)  # what a forward leaves is in flight already
+    passes = max(passes, *(_own(b.backward) for b in mine if b.backward is not None), 0)
+    names = tuple(f"_stage_{b.spec.stage}" for b in mine)
+    last = [p for p in programs.update.programs if p.name.endswith(names)]
+    finish = max(map(_own, [*last, *(b.reduce for b in mine if b.reduce is not None)]), default=0)
+    gradients = sum(program_bytes(b.zeros)["output_bytes"] for b in mine if b.zeros is not None)
+    return state + gradients + max(int(flying) + passes, finish)
+
+
+def _held_bytes(built: StagePrograms) -> int:
+    """What a forward leaves for its backward."""
+    outs, layouts = map(jax.tree.leaves, (built.forward.lowered.out_info, built.forward.output_shardings))
+    return sum(shard_bytes(outs[i].shape, outs[i].dtype, layouts[i]) for i in built.kept)
+
+
+def _read_bytes(step: ParallelStep, built: StagePrograms) -> int:
+    """What one micro-batch brings in from earlier stages."""
+    values = step.graph.values
+    found = (
+        shard_bytes(values[v].shape, values[v].dtype, a)
         for v, a in zip(built.spec.reads, built.spec.arrives, strict=True)
     )
-    flying = run.schedule.in_flight[stage]
-    passes = max(_own(built.forward) - held, _own(built.backward))  # what a forward leaves is in flight already
-    last = [p for p in programs.update.programs if f"stage_{stage}" in p.name]
-    finish = max(map(_own, [*last, *([] if built.reduce is None else [built.reduce])]), default=0)
-    return state + _gradient_bytes(programs, stage) + max(flying * (held + reads) + passes, finish)
+    return sum(n // step.plan.num_microbatches for n in found)
 
 
 def shard_bytes(shape: Sequence[int], dtype: Any, sharding: Any) -> int:
@@ -67,8 +81,3 @@ def _own(program: Program) -> int:
     """What a program needs beside its arguments."""
     sizes = program_bytes(program)
     return sizes["peak_bytes"] - sizes["argument_bytes"]
-
-
-def _gradient_bytes(programs: Programs, stage: int) -> int:
-    zeros = programs.stages[stage].zeros
-    return 0 if zeros is None else program_bytes(zeros)["output_bytes"]

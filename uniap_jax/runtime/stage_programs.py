@@ -1,13 +1,16 @@
-"""One stage's forward and backward as two compiled programs on its sub-mesh.
+"""One stage's forward and backward as two compiled programs on its sub-mesh, or as one.
 
 The forward program returns what the stage writes and the residuals of `jax.vjp`; the backward program applies it.
 Residuals that are inputs of the stage, or cheap functions of its parameters alone (a cast, a gather of a sharded
 parameter) or of its batch alone (a mask), are not returned: the backward program makes them again.
+
+A last stage that turns round at once, each backward right after its forward, is one program: nothing is kept between
+the two, and the host has one program to queue instead of two.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any
@@ -22,20 +25,8 @@ from uniap_jax.runtime.homes import Layout
 from uniap_jax.runtime.loss import accumulator_dtype, gradient_weight
 from uniap_jax.runtime.programs import Program, as_function, aval_shape, build, constrain, shape_of
 from uniap_jax.runtime.replicas import Replicas, replicas_of, run_stage
+from uniap_jax.runtime.residuals import rebuildable
 from uniap_jax.runtime.stages import StageSpec
-
-# fmt: off
-CHEAP = frozenset((
-    "convert_element_type", "broadcast_in_dim", "reshape", "transpose", "squeeze", "expand_dims", "iota", "eq",
-    "ne", "lt", "le", "gt", "ge", "and", "or", "not", "xor", "add", "sub", "mul", "neg", "max", "min", "select_n",
-    "slice", "sharding_constraint", "copy", "copy_p", "concatenate", "pad", "rev", "integer_pow", "div", "sign",
-    "abs", "floor", "exp", "log", "tanh", "sqrt", "rsqrt", "logistic", "square", "pow", "clamp", "reduce_precision",
-    "real", "imag", "split",
-))
-# fmt: on
-"""Element-wise and layout operations: cheaper to do again than to keep their result per micro-batch."""
-
-PARAM, STATE, BATCH, READ = 1, 2, 4, 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -44,9 +35,11 @@ class StagePrograms:
 
     Attributes:
         spec: what it reads and writes.
-        forward: `(inputs) -> [*writes, *results, *residuals]`; inputs are params, operands, reads.
+        forward: `(inputs) -> [*writes, *results, *residuals]`; inputs are params, operands, reads. Where the stage
+            turns round at once, `(inputs, accumulators) -> (results, gradients, cotangents of wanted)`.
         backward: `(inputs it needs, residuals, cotangents, accumulators) -> (gradients, cotangents of wanted)`; the
-            accumulators come back with this micro-batch's gradients added; with one micro-batch there are none.
+            accumulators come back with this micro-batch's gradients added; with one micro-batch there are none. None
+            where the forward does it.
         zeros: makes the accumulators, None with one micro-batch.
         reduce: `(accumulators) -> gradients`, once per step; None where they are the gradients.
         needs: positions among the forward's inputs that the backward reads again.
@@ -56,7 +49,7 @@ class StagePrograms:
 
     spec: StageSpec
     forward: Program
-    backward: Program
+    backward: Program | None
     zeros: Program | None
     reduce: Program | None
     needs: tuple[int, ...]
@@ -153,10 +146,7 @@ def build_backward(layout: Layout, stage: StageForward, pool: Executor | None = 
         _backward(layout, spec, traced),
         [[inputs[i] for i in needs], held, _cotangent_shapes(layout, spec), totals],
         mesh=layout.meshes[spec.stage],
-        outputs=(
-            _accumulated(layout, spec, traced.replicas),
-            [a for v, a in zip(spec.reads, spec.arrives, strict=True) if v in spec.wanted],
-        ),
+        outputs=_backward_layouts(layout, spec, traced.replicas),
         donate=(3,) if totals else (),
         pool=pool,
     )
@@ -169,6 +159,46 @@ def build_backward(layout: Layout, stage: StageForward, pool: Executor | None = 
         needs=needs,
         kept=stage.kept,
         grads=grads,
+    )
+
+
+def build_whole(
+    layout: Layout, spec: StageSpec, params: dict[int, NamedSharding], pool: Executor | None = None
+) -> StagePrograms:
+    """A stage that turns round at once, as one program.
+
+    Args:
+        layout: graph under its plan.
+        spec: of a stage that no other stage reads from.
+        params: layout in which each parameter comes in.
+        pool: compiles in the background.
+    """
+    inputs, replicas = input_shapes(layout, spec, params), replicas_of(layout, spec.stage)
+    run, pull = _with_vjp(layout, spec, inputs, replicas), _pullback(layout, spec, replicas)
+    zeros, totals = _build_zeros(layout, spec, replicas, pool)
+
+    def whole(inputs: list[Any], totals: list[Any]) -> Any:
+        results, vjp = run(*inputs)
+        return results, *pull(vjp, [], totals)
+
+    forward = build(
+        f"stage_{spec.stage}_forward_backward",
+        whole,
+        [inputs, totals],
+        mesh=layout.meshes[spec.stage],
+        outputs=(result_shardings(layout, spec), *_backward_layouts(layout, spec, replicas)),
+        donate=(1,) if totals else (),
+        pool=pool,
+    )
+    return StagePrograms(
+        spec=spec,
+        forward=forward,
+        backward=None,
+        zeros=zeros,
+        reduce=_build_reduce(layout, spec, replicas, totals, pool) if replicas.params else None,
+        needs=(),
+        kept=(),
+        grads=param_grads(layout, spec),
     )
 
 
@@ -211,11 +241,12 @@ def param_grads(layout: Layout, spec: StageSpec) -> tuple[NamedSharding, ...]:
     return tuple(found[p] for p in spec.params)
 
 
-def _trace(layout: Layout, spec: StageSpec, inputs: Sequence[Any]) -> _Traced:
-    """Forward and vjp of a stage as one tape; says where the backward finds each residual."""
+def _with_vjp(
+    layout: Layout, spec: StageSpec, inputs: Sequence[Any], replicas: Replicas
+) -> Callable[..., tuple[list[Any], Any]]:
+    """A stage as a function of its inputs: what it writes and its results, and their vjp."""
     first_operand, first_read = len(spec.params), len(spec.params) + len(spec.operands)
     results = [layout.graph.results[k] for k in spec.results]
-    replicas = replicas_of(layout, spec.stage)
     mesh, stored = layout.meshes[spec.stage], [s.sharding.spec for s in inputs[: len(spec.params)]]
 
     def forward(*args: Any) -> Any:
@@ -235,10 +266,16 @@ def _trace(layout: Layout, spec: StageSpec, inputs: Sequence[Any]) -> _Traced:
         _, vjp, emitted = jax.vjp(loss_part, params, wanted, has_aux=True)
         return emitted, vjp
 
-    with jax.set_mesh(mesh):
-        jaxpr, (_, vjp) = jax.make_jaxpr(forward, return_shape=True)(*inputs)
-    tape, emitted = flatten(jaxpr), len(spec.writes) + len(results)
-    rebuilt = _rebuildable(layout, spec, tape, emitted)
+    return forward
+
+
+def _trace(layout: Layout, spec: StageSpec, inputs: Sequence[Any]) -> _Traced:
+    """Forward and vjp of a stage as one tape; says where the backward finds each residual."""
+    replicas = replicas_of(layout, spec.stage)
+    with jax.set_mesh(layout.meshes[spec.stage]):
+        jaxpr, (_, vjp) = jax.make_jaxpr(_with_vjp(layout, spec, inputs, replicas), return_shape=True)(*inputs)
+    tape, emitted = flatten(jaxpr), len(spec.writes) + len(spec.results)
+    rebuilt = rebuildable(layout, spec, tape, emitted)
     known = {*tape.invars, *tape.consts, *rebuilt}
     residuals = list(dict.fromkeys(variables(tape.outvars[emitted:])))
     read = {*residuals, *live_eqns(tape.eqns, rebuilt)[1]}
@@ -253,45 +290,43 @@ def _trace(layout: Layout, spec: StageSpec, inputs: Sequence[Any]) -> _Traced:
     )
 
 
-def _rebuildable(layout: Layout, spec: StageSpec, tape: Tape, emitted: int) -> tuple[Var, ...]:
-    """Residuals that are cheap functions of parameters and state, or of batch and state, and that nobody returns."""
-    operands = [layout.graph.operands[o].kind for o in spec.operands]
-    outside = [STATE if k == "state" else BATCH for k in operands]
-    origin = [PARAM] * len(spec.params) + outside + [READ] * len(spec.reads)
-    mask: dict[Var, int] = dict(zip(tape.invars, origin, strict=True))
-    mask.update(dict.fromkeys(tape.consts, 0))
-    for eqn in tape.eqns:
-        union = 0 if eqn.primitive.name in CHEAP else READ
-        for v in variables(eqn.invars):
-            union |= mask[v]
-        mask.update(dict.fromkeys(eqn.outvars, union))
-    allowed = [m for m in range(READ) if not (m & PARAM and m & BATCH)]
-    given = {*tape.invars, *tape.consts, *variables(tape.outvars[:emitted])}
-    residuals = dict.fromkeys(variables(tape.outvars[emitted:]))
-    return tuple(v for v in residuals if v not in given and mask[v] in allowed)
-
-
 def _backward(layout: Layout, spec: StageSpec, traced: _Traced) -> Any:
     """The backward program as a function of (inputs, held residuals, cotangents, accumulators)."""
-    tape, mesh = traced.tape, layout.meshes[spec.stage]
+    tape, pull = traced.tape, _pullback(layout, spec, traced.replicas)
     eqns, free = live_eqns(tape.eqns, traced.rebuilt)
     sources = [v for v in (*tape.invars, *tape.consts) if v in free]
     again = as_function(close(sources, traced.rebuilt, eqns), sources, tape.consts)
-    weight = gradient_weight(layout)
-    loss = layout.graph.values[layout.graph.results[0]]
-    specs = [s.spec for s in _accumulated(layout, spec, traced.replicas)]
 
     def backward(inputs: list[Any], held: list[Any], cotangents: list[list[Any]], totals: list[Any]) -> Any:
         known = {**tape.consts, **dict(zip((*traced.inputs, *traced.held), (*inputs, *held), strict=True))}
         known.update(zip(traced.rebuilt, again(*(known[v] for v in sources if v not in tape.consts)), strict=True))
         vjp = jax.tree.unflatten(traced.tree, [_read(known, a) for a in traced.residuals])
-        ends = [sum(parts[1:], parts[0]) for parts in cotangents]
+        return pull(vjp, [sum(parts[1:], parts[0]) for parts in cotangents], totals)
+
+    return backward
+
+
+def _pullback(layout: Layout, spec: StageSpec, replicas: Replicas) -> Callable[..., tuple[list[Any], list[Any]]]:
+    """A function of (vjp, cotangents of active writes, accumulators): gradients added up, cotangents of wanted."""
+    mesh, weight = layout.meshes[spec.stage], gradient_weight(layout)
+    loss = layout.graph.values[layout.graph.results[0]]
+    specs = [s.spec for s in _accumulated(layout, spec, replicas)]
+
+    def pull(vjp: Any, ends: list[Any], totals: list[Any]) -> tuple[list[Any], list[Any]]:
         grads, wanted = vjp([*ends, *([jnp.asarray(weight, loss.dtype)] if spec.has_loss else [])])
         if totals:
             grads = [t + g.astype(t.dtype) for t, g in zip(totals, grads, strict=True)]
         return [constrain(g, mesh, s) for g, s in zip(grads, specs, strict=True)], wanted
 
-    return backward
+    return pull
+
+
+def _backward_layouts(
+    layout: Layout, spec: StageSpec, replicas: Replicas
+) -> tuple[list[NamedSharding], list[NamedSharding]]:
+    """Of the gradients and of the cotangents of wanted values."""
+    back = [a for v, a in zip(spec.reads, spec.arrives, strict=True) if v in spec.wanted]
+    return _accumulated(layout, spec, replicas), back
 
 
 def _read(known: dict[Var, Any], atom: Any) -> Any:

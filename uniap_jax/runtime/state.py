@@ -81,6 +81,7 @@ class Placer:
         self._values = tuple(values)
         self._shardings = tuple(shardings)
         self._donated = tuple(donated)
+        self._known: list[Sharding | None] = [None] * len(self._values)
 
     def __call__(self, leaves: Sequence[Any], *, quiet: bool = False) -> list[Any]:
         """Leaves as planned; those that lie there already are the same objects.
@@ -96,7 +97,7 @@ class Placer:
         placed = list(leaves)
         moved: list[int] = []
         for i, leaf in enumerate(leaves):
-            if fits(leaf, self._shardings[i]):
+            if self._fits(i, leaf):
                 check_leaf(leaf, self._values[i])
             else:
                 placed[i] = place_leaf(leaf, self._values[i], self._shardings[i])
@@ -113,6 +114,16 @@ class Placer:
             )
         self._separate(placed)
         return placed
+
+    def _fits(self, i: int, leaf: Any) -> bool:
+        """As `fits`; a program's outputs have the very layout objects of the step before, which is quick to see."""
+        if isinstance(leaf, jax.Array):
+            if leaf.sharding is self._known[i] and leaf.committed:
+                return True
+            if fits(leaf, self._shardings[i]):
+                self._known[i] = leaf.sharding
+                return True
+        return False
 
     def _separate(self, placed: list[Any]) -> None:
         """Gives every donated leaf a buffer of its own."""

@@ -56,7 +56,7 @@ class Stopwatch:
         self._issuing = time.perf_counter()
         self._lock, self._waiting = threading.Lock(), schedule.num_stages
         self._finished = threading.Event()
-        self._queues: list[SimpleQueue[tuple[Task, Any] | None]] = [SimpleQueue() for _ in schedule.tasks]
+        self._queues: list[SimpleQueue[tuple[Task, Any] | None]] = [SimpleQueue() for _ in range(schedule.num_stages)]
         for stage in range(schedule.num_stages):
             threading.Thread(target=self._follow, args=(stage,), name="uniap_stopwatch", daemon=True).start()
 
@@ -80,7 +80,7 @@ class Stopwatch:
             self._waiting -= 1
             last = self._waiting == 0
         if last:
-            before = self._previous.ends() if self._previous is not None else (0.0,) * self._schedule.num_stages
+            before = self._previous.ends() if self._previous is not None else (0.0,) * len(self._schedule.tasks)
             self._previous = None
             events = passes(self._schedule, self._issued, self._ended, before)
             self._finished.set()
@@ -88,9 +88,10 @@ class Stopwatch:
             self._done(Reading(step=self._step, stage_time_s=times, events=events))
 
     def ends(self) -> tuple[float, ...]:
-        """When each stage ended its last task; waits for it."""
+        """When each set of devices ended its last task; waits for it."""
         self._finished.wait()
-        return tuple(self._ended[stage, tasks[-1]] for stage, tasks in enumerate(self._schedule.tasks))
+        rows = enumerate(self._schedule.tasks)
+        return tuple(self._ended[self._schedule.stage_of(place, tasks[-1]), tasks[-1]] for place, tasks in rows)
 
 
 def passes(
@@ -101,19 +102,20 @@ def passes(
 ) -> tuple[Event, ...]:
     """Every pass of a step with its start and end, in seconds from the start of the first one.
 
-    A task starts when it has been issued, the one before it on its stage has ended, and those it needs have ended; so
+    A task starts when it has been issued, the one before it on its devices has ended, and those it needs have ended; so
     the time of a transfer counts for the stage that waits for it.
 
     Args:
         schedule: of the step.
         issued: when the host began to hand each task to the devices.
         ended: when its results were ready.
-        before: [stages] when the stage ended its work of the step before.
+        before: per set of devices, when it ended its work of the step before.
     """
     found = []
-    for stage, tasks in enumerate(schedule.tasks):
-        last = before[stage]
+    for place, tasks in enumerate(schedule.tasks):
+        last = before[place]
         for task in tasks:
+            stage = schedule.stage_of(place, task)
             needed = [ended[key] for key in schedule.needs(stage, task)]
             start, last = max([last, issued[stage, task], *needed]), ended[stage, task]
             found.append((stage, task, start, max(start, last)))

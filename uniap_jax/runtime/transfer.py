@@ -7,7 +7,7 @@ otherwise it gathers the array on the host and waits for it. So both sides agree
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -87,6 +87,12 @@ def wire(
     raise AssertionError("the layout without cuts is always expressible")
 
 
+def destination(sharding: NamedSharding) -> Any:
+    """What `jax.device_put` is told for a layout: a lone device by its name, which takes it half the time."""
+    mesh = known_mesh(sharding)
+    return mesh.devices.flat[0] if mesh.size == 1 else sharding
+
+
 class Move:
     """One array's way from a stage to another, once per step.
 
@@ -104,10 +110,11 @@ class Move:
         self.program: Program | None = None
         if not same:
             self.program = build(f"{name}_leave", lambda x: x, [shape], mesh=known_mesh(source), outputs=leave)
+        self._destination = destination(self.arrives)
 
     def __call__(self, array: Any) -> Any:
         """The array on the target's devices."""
-        return jax.device_put(self.program(array) if self.program is not None else array, self.arrives)
+        return jax.device_put(self.program(array) if self.program is not None else array, self._destination)
 
 
 class Outbox:
@@ -118,34 +125,52 @@ class Outbox:
     behind the host all the time: nothing moves later for it.
     """
 
-    __slots__ = ("_arrays", "_hands", "_receivers", "_targets")
+    __slots__ = ("_arrays", "_places", "_receivers", "_targets")
 
     def __init__(self) -> None:
         self._arrays: list[Any] = []
-        self._targets: list[NamedSharding] = []
-        self._hands: list[Callable[[Any], None]] = []
+        self._targets: list[Any] = []
+        self._places: list[tuple[list[Any], int]] = []
         self._receivers: set[Hashable] = set()
 
-    def post(self, receiver: Hashable, array: Any, target: NamedSharding, hand: Callable[[Any], None]) -> None:
-        """Leaves an array for a receiver; `hand` is called with it once it is on its way."""
+    def post(self, receiver: Hashable, array: Any, target: Any, place: tuple[list[Any], int]) -> None:
+        """Leaves an array for a receiver, to be put at a position of a list once it is on its way.
+
+        Args:
+            receiver: whose turn sends it at the latest.
+            array: that travels.
+            target: from `destination`.
+            place: the list and the position.
+        """
         self._arrays.append(array)
         self._targets.append(target)
-        self._hands.append(hand)
+        self._places.append(place)
         self._receivers.add(receiver)
 
     def deliver_for(self, receiver: Hashable) -> None:
         """Sends all that waits, where something of it is for this receiver."""
         if receiver not in self._receivers:
             return
-        sent = jax.device_put(self._arrays, self._targets)
-        for hand, array in zip(self._hands, sent, strict=True):
-            hand(array)
-        self._arrays, self._targets, self._hands, self._receivers = [], [], [], set()
+        if len(self._arrays) == 1:
+            sent = [jax.device_put(self._arrays[0], self._targets[0])]
+        else:
+            sent = jax.device_put(self._arrays, self._targets)
+        for (box, position), array in zip(self._places, sent, strict=True):
+            box[position] = array
+        self._arrays, self._targets, self._places, self._receivers = [], [], [], set()
 
 
-def view(array: Any, sharding: NamedSharding) -> Any:
-    """A stage's copy of an array that every device of the plan holds; nothing is copied."""
-    pieces = {shard.device: shard.data for shard in array.addressable_shards}
-    return jax.make_array_from_single_device_arrays(
-        array.shape, sharding, [pieces[d] for d in sharding.mesh.devices.flat]
-    )
+def shards_of(array: Any) -> dict[Any, Any]:
+    """What each device holds of an array."""
+    return {shard.device: shard.data for shard in array.addressable_shards}
+
+
+def view(shards: Mapping[Any, Any], sharding: NamedSharding) -> Any:
+    """A stage's copy of an array that every device of the plan holds; nothing is copied.
+
+    Args:
+        shards: of the array, from `shards_of`.
+        sharding: on the stage, replicated.
+    """
+    mine = [shards[d] for d in known_mesh(sharding).devices.flat]
+    return mine[0] if len(mine) == 1 else jax.make_array_from_single_device_arrays(mine[0].shape, sharding, mine)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from uniap_jax.core.jax_compat import Var
-from uniap_jax.runtime.feed import Leaves
+from uniap_jax.runtime.feed import Held, Leaves
 from uniap_jax.runtime.homes import Layout
 from uniap_jax.runtime.programs import Program, as_function, aval_shape, build, is_key, shape_of
 from uniap_jax.runtime.update_split import JOIN, Piece
@@ -215,12 +215,18 @@ class Update:
     # ---- running -------------------------------------------------------------------------------------------------
 
     def __call__(
-        self, state: Sequence[Any], batch: Sequence[Any], results: Sequence[Any], grads: Sequence[list[Any]]
+        self,
+        state: Sequence[Any],
+        held: Held,
+        batch: Sequence[Any],
+        results: Sequence[Any],
+        grads: Sequence[list[Any]],
     ) -> list[Any]:
         """Flat outputs of the step.
 
         Args:
             state: placed leaves.
+            held: the same, as stages read them.
             batch: leaves of the whole batch.
             results: of the whole batch, each on the stage that computed it.
             grads: per parameter its parts, all at home.
@@ -230,7 +236,7 @@ class Update:
         for ready in self._ready:
             given = [state[self._sources[v][1]] for v in ready.donated]
             arrived = self._brought(ready, sent)
-            others = [self._fetch(v, ready.stage, state, batch, results, grads) for v in ready.inputs]
+            others = [self._fetch(v, ready.stage, held, batch, results, grads) for v in ready.inputs]
             made = ready.program(given, arrived, others)
             sent.update(zip(ready.sends, made, strict=False))
             for position, array in zip(ready.piece.positions, made[len(ready.sends) :], strict=True):
@@ -253,14 +259,14 @@ class Update:
         self,
         var: Var,
         stage: int,
-        state: Sequence[Any],
+        held: Held,
         batch: Sequence[Any],
         results: Sequence[Any],
         grads: Sequence[list[Any]],
     ) -> Any:
         kind, i = self._sources[var]
         if kind == "state":
-            return self._leaves.fetch(state, i, stage)
+            return held.fetch(i, stage)
         if kind == "batch":
             return jax.device_put(batch[i], self._layout.on(stage))
         return results[i] if kind == "result" else grads[i]

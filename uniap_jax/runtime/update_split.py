@@ -6,7 +6,7 @@ join found. Clipping by the global norm takes two: squares per stage, their sum,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -190,8 +190,3 @@ def _piece(
         sent=len(sent),
         positions=tuple(positions),
     )
-
-
-def phases(pieces: Iterable[Piece]) -> int:
-    """How many times stages and join alternate."""
-    return 1 + max((p.phase for p in pieces), default=0)

@@ -241,7 +241,7 @@ def _facts(step: ParallelStep, program: Program, warned: Sequence[str]) -> Progr
         name=program.name,
         stage=_stage_of(step.plan, program),
         sizes=program_bytes(program),
-        collectives={kind: len(found) for kind, found in lines.items()},
+        collectives=count_collectives(text),
         places={kind: places(step.graph, found) for kind, found in lines.items()},
         axes=collectives_by_axis(text, run.mesh) if isinstance(run, UniformProgram) else {},
         full_copies=tuple(f"{places(step.graph, [line])}: {line.strip()[:300]}" for line in mine),

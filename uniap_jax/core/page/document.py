@@ -94,7 +94,7 @@ def _tiles(plan: Plan, observed: Observed) -> str:
         tiles.append(("fullest device", format_bytes(prediction.peak_bytes[stage]), f"stage {stage}{limit}"))
     events = predicted_events(plan)
     if events and plan.num_stages > 1:
-        share = bubble_share(events, num_stages=plan.num_stages)
+        share = bubble_share(events, num_places=len(plan.device_sets))
         tiles.append(("pipeline bubble", f"{100 * share:.0f} %", "share of time in which stages wait"))
     body = "".join(
         f"<div><span>{escape(name)}</span><b>{escape(value)}</b><small>{escape(more)}</small></div>"

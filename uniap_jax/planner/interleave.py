@@ -48,7 +48,7 @@ def interleave(plan: Plan, costs: CostModel, *, num_chunks: int = 2) -> Plan:
     unknown = sorted({str(layer.strategy) for layer in plan.layers} - {str(s) for s in position})
     if unknown:
         raise PlanMismatchError(
-            f"the costs have no price for {', '.join(unknown)}, which layers of the plan have; pin them when estimating",
+            f"the costs have no price for {', '.join(unknown)}, strategies of the plan; pin them when estimating",
             strategies=tuple(unknown),
         )
     strategy = tuple(position[layer.strategy] for layer in plan.layers)

@@ -123,6 +123,10 @@ class LlamaChain:
         chosen = sorted(fitting, key=lambda s: (order[s.keep], found.index(s)))[: self.max_strategies]
         return tuple(chosen)
 
+    def refusal(self, candidate: Candidate) -> str:
+        """Every candidate is possible."""
+        return ""
+
     def equal_candidates(self) -> tuple[Candidate, ...]:
         """One program for all stages is not described."""
         return ()

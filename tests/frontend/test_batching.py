@@ -11,7 +11,7 @@ from flax import linen as nn
 
 import uniap_jax as uniap
 from uniap_jax.check import TOLERANCE, WHOLE_BATCH, tolerance_of
-from uniap_jax.core.errors import TraceError
+from uniap_jax.core.errors import OptionError, TraceError
 from uniap_jax.core.reference import reference_gradients
 from uniap_jax.frontend import trace
 
@@ -234,4 +234,9 @@ def test_single_examples_that_run_other_operations_are_refused():
     with pytest.raises(TraceError, match="fewer micro-batches") as error:
         graph.microbatch(8)
     assert error.value.examples == 1
-    assert max(c.num_microbatches for c in uniap.estimate(graph).candidates()) == 4
+    costs = uniap.estimate(graph)
+    assert {c.num_microbatches for c in costs.candidates() if costs.refusal(c)} == {8}
+    assert any("one example" in note for note in costs.notes)
+    with pytest.raises(OptionError, match="8 micro-batches are not possible"):
+        uniap.solve(costs, num_microbatches=8)
+    assert uniap.solve(costs).num_microbatches <= 4

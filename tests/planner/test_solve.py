@@ -1,10 +1,10 @@
 import itertools
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 
 import pytest
 
 from benchmarks.chains import LlamaChain, t5, u_net
-from uniap_jax.core.costs import Assignment, evaluate
+from uniap_jax.core.costs import Assignment, Candidate, evaluate
 from uniap_jax.core.errors import InfeasibleError, NoPlanInTimeError, OptionError
 from uniap_jax.core.strategy import Strategy
 from uniap_jax.planner import solve
@@ -49,6 +49,30 @@ def test_a_plan_with_its_proof(costs):
     assert all(
         m <= c * (1 + 1e-9) for m, c in zip(plan.prediction.peak_bytes, plan.prediction.capacity_bytes, strict=True)
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refusing(LlamaChain):
+    """A chain that finds out late that one number of micro-batches is impossible."""
+
+    impossible: int
+
+    def refusal(self, candidate: Candidate) -> str:
+        return "cannot be cut so" if candidate.num_microbatches == self.impossible else ""
+
+
+@pytest.mark.parametrize("costs", [SMALL, TIGHT], ids=["one stage", "several stages"])
+def test_the_search_goes_on_where_the_best_candidate_is_refused(costs):
+    best, given = solve(costs), {f.name: getattr(costs, f.name) for f in fields(costs)}
+    second = solve(Refusing(**given, impossible=best.num_microbatches))
+    possible = [c for c in sorted({c.num_microbatches for c in costs.candidates()}) if c != best.num_microbatches]
+    assert second.prediction.step_time_s == pytest.approx(
+        min(solve(costs, num_microbatches=c).prediction.step_time_s for c in possible), rel=1e-9
+    )
+    assert second.certificate.status == "optimal"
+    assert all(w.num_microbatches != best.num_microbatches for w in second.certificate.what_ifs)
+    with pytest.raises(OptionError, match="cannot be cut so"):
+        solve(Refusing(**given, impossible=4), num_microbatches=4)
 
 
 def test_several_stages_are_confirmed_by_cbc():

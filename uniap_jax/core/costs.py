@@ -334,6 +334,13 @@ class CostModel(Protocol):
         """The tables of one of them; raises StrategyError where the stages do not divide a run of equal layers."""
         ...
 
+    def refusal(self, candidate: Candidate) -> str:
+        """Why a candidate is impossible after all, where that takes long to find out; "" where it is possible.
+
+        Asked only of candidates that the search is about to work on, under either executor.
+        """
+        ...
+
     def stage_devices(self, num_stages: int) -> tuple[tuple[int, ...], ...]:
         """Per stage, indices of its devices in mesh order."""
         ...

@@ -41,8 +41,9 @@ class LayerCost:
         kept_bytes: what the forward leaves for the backward, parameters apart.
         transient_bytes: the most that is alive inside the forward or the backward beyond arguments, kept values
             and gradients.
-        marginal_bytes: what one more equal layer adds to the step of one program beside its state: kept values,
-            gradients and accumulators, as far as they are alive at once; 0 where no compiler was asked.
+        marginal_bytes: what one more equal layer adds to a program beside its state: gradients, accumulators and what
+            it works with, as far as they are alive at once; with one stage the kept values too, with several those
+            are told apart. 0 where no compiler was asked.
         origin: one of ORIGINS.
         spread: half the range between the quartiles over the median; 0 where nothing was timed.
         runs: timed runs behind the median.
@@ -252,9 +253,16 @@ class Links:
     def __init__(self, cluster: Cluster, fits: Iterable[LinkFit] = ()) -> None:
         self._cluster = cluster
         self._fits: Mapping[tuple[str, int, int], LinkFit] = {(f.kind, f.size, f.stride): f for f in fits}
+        self._known: dict[tuple[str, int, int], LinkFit] = {}
 
     def fit(self, kind: str, size: int, stride: int = 1) -> LinkFit:
         """The measured fit, or one scaled from the nearest measured group of the same kind, or the described one."""
+        key = (kind, size, stride)
+        if key not in self._known:
+            self._known[key] = self._found(kind, size, stride)
+        return self._known[key]
+
+    def _found(self, kind: str, size: int, stride: int) -> LinkFit:
         exact = self._fits.get((kind, size, stride))
         described = described_link(self._cluster, kind, size, stride)
         if exact is not None or (size <= 1 and kind != "transfer"):

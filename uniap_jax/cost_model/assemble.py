@@ -66,7 +66,7 @@ class TableModel:
             for p in layer.params:
                 self._users.setdefault(p, []).append(layer.index)
         self._cut: dict[int, LayerGraph] = {}
-        self._reasons: dict[tuple[str, str, int], str] = {}
+        self._reasons: dict[tuple[str, Strategy, int], str] = {}
         self._costs: dict[tuple[str, Strategy, int, bool], LayerCost] = {}
         self._shares: dict[tuple[str, Strategy], Shares] = {}
         self._once: dict[tuple[str, Strategy], bool] = {}
@@ -136,10 +136,17 @@ class TableModel:
         for stages in divisors(self.num_devices):
             if stages > len(self.graph.layers):
                 continue
-            for pieces in self._describer.splits:
+            for pieces in self._describer.untried_splits:
                 wanted = SCHEDULES if stages > 1 else ("gpipe",)
                 found += [Candidate(num_stages=stages, num_microbatches=pieces, schedule=s) for s in wanted]
         return tuple(found)
+
+    def refusal(self, candidate: Candidate) -> str:
+        """Why the batch cannot be cut so after all; "" where it can."""
+        pieces = candidate.num_microbatches
+        if pieces < self._describer.untried_splits[-1] or pieces in self._describer.splits:
+            return ""
+        return f"{pieces} micro-batches are not possible; see the notes on micro-batches of one example"
 
     def stage_devices(self, num_stages: int) -> tuple[tuple[int, ...], ...]:
         """Neighbouring devices form a stage."""
@@ -215,7 +222,7 @@ class TableModel:
 
     def equal_candidates(self) -> tuple[Candidate, ...]:
         """Every P that divides the devices and a run of equal layers, every c that divides the batch."""
-        return self._equal.candidates(self._describer.splits)
+        return self._equal.candidates(self._describer.untried_splits)
 
     def equal_tables(self, candidate: Candidate) -> EqualTables:
         """The tables of one candidate under one program for all stages."""
@@ -244,12 +251,13 @@ class TableModel:
                 f"{len(self.graph.layers)} layers; use one of "
                 f"{[d for d in divisors(self.num_devices) if d <= len(self.graph.layers)]}"
             )
-        if pieces not in self._describer.splits:
+        splits = self._describer.untried_splits
+        if pieces not in splits:
             why = self.graph.split_reason or f"it must divide the batch of {self.batch_size}"
-            raise ValueError(f"{pieces} micro-batches: {why}; use one of {list(self._describer.splits)}")
+            raise ValueError(f"{pieces} micro-batches: {why}; use one of {list(splits)}")
 
     def _reason(self, layer: Layer, strategy: Strategy, pieces: int) -> str:
-        key = (layer.signature, str(strategy), pieces)
+        key = (layer.signature, strategy, pieces)
         if key not in self._reasons:
             if pieces not in self._cut:
                 self._cut[pieces] = cut_batch(self.graph, pieces)

@@ -251,16 +251,24 @@ def _knapsack(chain: Chain, i: int, a: int, b: int, steps: int) -> list[int] | N
     table = np.where(room[:, None] >= need[0], chain.time[a, i], np.inf)
     froms = []
     for u in range(a + 1, b):
-        options = table[:, :, None] + chain.reshard[u - 1]
-        parent, value = options.argmin(axis=1), options.min(axis=1)
+        # strategies that cost the next layer the same differ in nothing but their own sums
+        classes = chain.out_class[u - 1]
+        order = np.argsort(classes, kind="stable")
+        some, firsts = np.unique(classes[order], return_index=True)
+        least = np.minimum.reduceat(table[:, order], firsts, axis=1)
+        options = least[:, :, None] + chain.reshard[u - 1][some]
+        entered = options.argmin(axis=1)
+        value = np.take_along_axis(options, entered[:, None, :], axis=1)[:, 0]
+        froms.append((table, classes, some[entered]))
         left = room[:, None] - need[u - a]
         table = np.where(left >= 0, value[np.maximum(left, 0), np.arange(k)] + chain.time[u, i], np.inf)
-        froms.append(parent)
     last = int(table[-1].argmin())
     if not np.isfinite(table[-1, last]):
         return None
     found, left_over = [last], steps
     for u in range(b - 1, a, -1):
         left_over -= int(need[u - a, found[-1]])
-        found.append(int(froms[u - a - 1][left_over, found[-1]]))
+        before, classes, entered = froms[u - a - 1]
+        members = np.flatnonzero(classes == entered[left_over, found[-1]])
+        found.append(int(members[before[left_over, members].argmin()]))
     return found[::-1]

@@ -61,6 +61,11 @@ def quick_bound(tables: CostTables) -> float:
     return bound
 
 
+def with_unlimited_memory(tables: CostTables) -> CostTables:
+    """The same tables with layers that need no memory."""
+    return replace(tables, memory_bytes=np.broadcast_to(0.0, tables.memory_bytes.shape))
+
+
 def first_multipliers(chain: Chain) -> Multipliers:
     """Even prices: every stage is equally likely to be the slowest, memory is free."""
     num_stages = chain.shape[1]

@@ -38,6 +38,9 @@ def select_candidates(
         )
     left = _matching(every, "num_stages", num_stages, costs)
     left = _matching(left, "num_microbatches", num_microbatches, costs)
+    refused = [costs.refusal(c) for c in left] if num_microbatches != "auto" else []
+    if refused and all(refused):
+        raise OptionError(refused[0], num_microbatches=num_microbatches)
     if schedule == "auto":
         return _automatic(left)
     if schedule not in SCHEDULES:

@@ -207,6 +207,7 @@ def search_equal(
     *,
     clock: Clock,
     upper: float = math.inf,
+    refusal: Callable[[Candidate], str] = lambda _: "",
 ) -> EqualResult:
     """The best candidate, by bound; of equally fast ones that with fewer stages, then fewer micro-batches.
 
@@ -215,6 +216,7 @@ def search_equal(
         candidates: with several stages each.
         clock: when to stop.
         upper: plans that take as long are of no interest.
+        refusal: why a candidate is impossible after all; asked only of those that could be the best.
     """
     every: list[tuple[EqualTables, Candidate]] = []
     value, left = upper, math.inf
@@ -233,6 +235,8 @@ def search_equal(
         if clock.expired():
             left = min(left, bounds[order[position]])
             break
+        if refusal(every[i][1]):
+            continue
         choice = best_choice(tables, upper=value, clock=clock)
         if not choice.exact:
             left = min(left, bounds[i])

@@ -122,7 +122,7 @@ def _equal(costs: CostModel, wanted: _Wanted, *, clock: Clock, must: bool) -> tu
             return tables
         return _pinned(tables, filled(wanted.strategy, costs.num_devices // candidate.num_stages))
 
-    return search_equal(tables_of, possible, clock=clock), ""
+    return search_equal(tables_of, possible, clock=clock, refusal=costs.refusal), ""
 
 
 def _candidates(costs: CostModel, wanted: _Wanted) -> list[Candidate]:

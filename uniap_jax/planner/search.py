@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from uniap_jax.core.costs import Assignment, Candidate, CostTables, Evaluation, evaluate
-from uniap_jax.planner.bounds import quick_bound
+from uniap_jax.planner.bounds import quick_bound, with_unlimited_memory
 from uniap_jax.planner.clock import Clock
 
 PROOF_GAP = 1e-7
@@ -150,6 +150,8 @@ class Search:
         clock: when to stop.
         incumbent: best plan so far; may hold one from elsewhere.
         bounds: per candidate, best bound so far; may hold some from elsewhere.
+        free_bounds: the same were memory unlimited.
+        refusal: why a candidate is impossible after all; asked before it is worked on.
         notes: what solvers did wrong, each once.
         progress: called after every step.
     """
@@ -160,6 +162,8 @@ class Search:
     clock: Clock
     incumbent: Incumbent = field(default_factory=Incumbent)
     bounds: dict[Candidate, float] = field(default_factory=dict)
+    free_bounds: dict[Candidate, float] = field(default_factory=dict)
+    refusal: Callable[[Candidate], str] = lambda _: ""
     notes: dict[str, None] = field(default_factory=dict)
     progress: Callable[[Progress], None] | None = None
 
@@ -177,6 +181,9 @@ class Search:
                 lower, candidate, entry = heapq.heappop(heap)
                 limit, value = self.incumbent.limit(candidate), self.incumbent.value
                 if lower >= limit:
+                    continue
+                if entry.work is None and self.refusal(candidate):
+                    self.bounds[candidate] = self.free_bounds[candidate] = math.inf
                     continue
                 try:
                     self._work(entry, limit)
@@ -220,7 +227,9 @@ class Search:
 
     def _first_bound(self, candidate: Candidate) -> float:
         if candidate not in self.bounds:
-            self.bounds[candidate] = quick_bound(self.tables(candidate))
+            tables = self.tables(candidate)
+            self.bounds[candidate] = quick_bound(tables)
+            self.free_bounds[candidate] = quick_bound(with_unlimited_memory(tables))
         return self.bounds[candidate]
 
     def _work(self, entry: _Open, limit: float) -> None:

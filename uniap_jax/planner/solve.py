@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from uniap_jax.core.costs import Candidate, CostModel, CostTables
@@ -32,6 +32,8 @@ BASELINE_TIME_S = 10.0
 WHY_TIME_S = 5.0
 """For each of the searches behind `why`, and for each alternative."""
 
+Bounds = Mapping[Candidate, float]
+
 
 @dataclass(slots=True, eq=False)
 class Run:
@@ -47,6 +49,8 @@ class Run:
         solver: of the engines that ask one.
         incumbent: best plan of anyone.
         bounds: best bound per candidate.
+        free_bounds: the same were memory unlimited.
+        refusal: why a candidate is impossible after all.
         notes: one sentence each.
         table: baselines run so far with their step times.
         label: the engine, with the solver where one was of use.
@@ -61,6 +65,8 @@ class Run:
     solver: str = "cbc"
     incumbent: Incumbent = field(default_factory=Incumbent)
     bounds: dict[Candidate, float] = field(default_factory=dict)
+    free_bounds: dict[Candidate, float] = field(default_factory=dict)
+    refusal: Callable[[Candidate], str] = lambda _: ""
     notes: list[str] = field(default_factory=list)
     table: dict[str, float | None] = field(default_factory=dict)
     label: str = ""
@@ -76,6 +82,8 @@ class Run:
             clock=self.clock,
             incumbent=self.incumbent,
             bounds=self.bounds,
+            free_bounds=self.free_bounds,
+            refusal=self.refusal,
             progress=self.progress,
         )
         result = search.run(candidates)
@@ -85,16 +93,17 @@ class Run:
         return result
 
     def search_again(
-        self, tables_of: TablesOf, candidates: Sequence[Candidate], *, incumbent: Incumbent, bounds: bool
+        self, tables_of: TablesOf, candidates: Sequence[Candidate], *, incumbent: Incumbent, bounds: Bounds
     ) -> SearchResult:
-        """The engine over other tables, for a little while; `bounds` says whether the bounds so far hold there too."""
+        """The engine over other tables, for a little while, from bounds that hold there."""
         search = Search(
             tables=tables_of,
             refine=engine_named(self.engine, self.solver),
             engine=self.engine,
             clock=Clock(limit_s=min(WHY_TIME_S, self.clock.left())),
             incumbent=incumbent,
-            bounds=dict(self.bounds) if bounds else {},
+            bounds=dict(bounds),
+            refusal=self.refusal,
         )
         return search.run(restrict(tuple(candidates), self.engine, self.num_devices))
 
@@ -134,7 +143,12 @@ class Run:
                 self.table[name] = None
                 continue
             search = Search(
-                tables=self.tables_of, refine=engine_named(name), engine=name, clock=clock, bounds=dict(self.bounds)
+                tables=self.tables_of,
+                refine=engine_named(name),
+                engine=name,
+                clock=clock,
+                bounds=self.bounds.copy(),
+                refusal=self.refusal,
             )
             result = search.run(candidates)
             if result.best is None:
@@ -196,7 +210,14 @@ def solve(
     candidates = select_candidates(costs, num_stages=num_stages, num_microbatches=num_microbatches, schedule=schedule)
     problem = problem_of(costs, candidates, strategy=strategy, pin=pin or {})
     run = Run(
-        problem.tables_of(), candidates, engine, clock, num_devices=costs.num_devices, progress=progress, solver=solver
+        problem.tables_of(),
+        candidates,
+        engine,
+        clock,
+        num_devices=costs.num_devices,
+        progress=progress,
+        solver=solver,
+        refusal=problem.costs.refusal,
     )
     compare = baselines and not problem.fixed and engine in EXACT
     if compare:
@@ -230,10 +251,10 @@ def _extras(run: Run, problem: Problem, best: Priced, *, number: int, why: bool)
     def relaxed(change: Callable[[CostTables], CostTables]) -> SearchResult:
         tables_of = problem.tables_of(change)
         incumbent = first_incumbent(tables_of, best)
-        return run.search_again(tables_of, run.candidates, incumbent=incumbent, bounds=False)
+        return run.search_again(tables_of, run.candidates, incumbent=incumbent, bounds=run.free_bounds)
 
     def apart(tables_of: TablesOf, candidates: Sequence[Candidate]) -> SearchResult:
-        return run.search_again(tables_of, candidates, incumbent=Incumbent(), bounds=True)
+        return run.search_again(tables_of, candidates, incumbent=Incumbent(), bounds=run.bounds)
 
     found: tuple[Other, ...] = ()
     ifs: tuple[WhatIf, ...] = ()

@@ -9,6 +9,7 @@ import numpy as np
 
 from uniap_jax.core.costs import Candidate, CostTables, Evaluation
 from uniap_jax.core.plan import Binding, WhatIf
+from uniap_jax.planner.bounds import with_unlimited_memory
 from uniap_jax.planner.search import Incumbent, Priced, SearchResult
 
 MORE_MEMORY = 1.1
@@ -23,11 +24,6 @@ TablesOf = Callable[[Candidate], CostTables]
 def with_more_memory(tables: CostTables) -> CostTables:
     """The same tables on devices with MORE_MEMORY times the memory."""
     return replace(tables, capacity_bytes=tables.capacity_bytes * MORE_MEMORY)
-
-
-def with_unlimited_memory(tables: CostTables) -> CostTables:
-    """The same tables with layers that need no memory."""
-    return replace(tables, memory_bytes=np.broadcast_to(0.0, tables.memory_bytes.shape))
 
 
 def what_ifs(best: Priced, solve_relaxed: Callable[[Callable[[CostTables], CostTables]], SearchResult]) -> list[WhatIf]:

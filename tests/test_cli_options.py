@@ -79,6 +79,13 @@ def test_help_is_quick_and_on_stdout() -> None:
     assert min(times) <= 0.5
 
 
+def test_only_the_demo_asks_for_virtual_devices_by_itself() -> None:
+    assert parse(["demo"]).devices == 8
+    assert parse(["doctor"]).devices is None
+    for verb in ("trace", "profile", "plan", "check", "run"):
+        assert parse([verb, *STEP]).devices is None
+
+
 def fresh_environment(devices: int | None, **environ: str) -> dict[str, str]:
     """What `--devices` leaves in the environment of a process that has not imported jax."""
     code = (

@@ -175,7 +175,7 @@ def _add_pages(verb: _Parser, what: str) -> None:
 
 def make_parser() -> _Parser:
     """The parser of `uniap-jax`."""
-    common, step, profiling, pinning, solving = _common(), _step(), _profiling(), _pinning(), _solving()
+    step, profiling, pinning, solving = _step(), _profiling(), _pinning(), _solving()
     parser = _Parser(
         prog="uniap-jax",
         description="Finds a parallel plan for a JAX train step by one joint optimisation, and runs it.",
@@ -185,7 +185,10 @@ def make_parser() -> _Parser:
     verbs = parser.add_subparsers(title="verbs", metavar="VERB")
 
     def add(name: str, parents: Sequence[_Parser], text: str) -> _Parser:
-        verb = verbs.add_parser(name, parents=[common, *parents], help=text, description=f"{text}.", epilog=EXIT_CODES)
+        # common options anew for every verb: parsers share the actions of their parents, and with them every default
+        verb = verbs.add_parser(
+            name, parents=[_common(), *parents], help=text, description=f"{text}.", epilog=EXIT_CODES
+        )
         verb.set_defaults(verb=_verb(name))
         return verb
 

@@ -113,7 +113,7 @@ def test_the_two_programs_give_the_gradients_of_one(graph):
     forward, backward = compile_split(case, Arrays())
     whole = both()
     kept = forward()[1:]
-    inputs, _, cotangents = backward.arguments
-    parts = backward.compiled(inputs, kept, cotangents)
+    inputs, _, cotangents, sums = backward.arguments
+    parts = backward.compiled(inputs, kept, cotangents, sums)
     for a, b in zip(whole, parts, strict=True):
         assert jax.numpy.allclose(a, b, rtol=1e-5, atol=1e-7)

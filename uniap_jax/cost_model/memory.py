@@ -29,9 +29,12 @@ def beside_state(cost: LayerCost, held: Held, candidate: Candidate, platform: st
     In one program the compiler's own slope counts where it was asked for; it holds gradients, accumulators and kept
     values as far as they are alive at once. Otherwise gradients and kept values add up on CPUs and GPUs, where the
     weights' gradients are computed late, and the larger of the two counts on TPUs, where each takes the other's place.
-    A pipeline stage holds what it has summed, and in the backward that adds to it one micro-batch's whole gradients.
+    A pipeline stage holds what it has summed, and in the backward that adds to it one micro-batch's whole gradients;
+    where the compiler was asked its slope holds both, and what one more layer computes again.
     """
     summed = held.grads if candidate.num_microbatches > 1 else 0.0
+    if candidate.num_stages > 1 and cost.marginal_bytes > 0:
+        return cost.marginal_bytes, cost.kept_bytes
     if candidate.num_stages > 1:
         return (held.grads + held.full_grads if summed else held.grads), cost.kept_bytes
     if cost.marginal_bytes > 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from uniap_jax.core.profile import SOURCES, Key, LayerCost, LinkFit, Profile, Ra
 from uniap_jax.profiler.cache import Cache, default_dir
 from uniap_jax.profiler.calibrate import fill
 from uniap_jax.profiler.compiled import Compiler, measure_cycle
+from uniap_jax.profiler.footprint import Footprinter, by_variety
 from uniap_jax.profiler.measure import Measurer, measure_machine, measured_describer
 from uniap_jax.profiler.order import Entry, by_value, entries
 from uniap_jax.profiler.run import run_entries
@@ -26,6 +28,8 @@ __all__ = ["profile"]
 
 LINKS_SHARE = 0.25
 """Of the budget, what measuring the machine may take."""
+MEMORY_SHARE = 0.4
+"""Of what is left of the budget, what compiling for memory may take."""
 
 
 def profile(
@@ -82,16 +86,25 @@ def profile(
         describer = measured_describer(describer, fits, rates)
         prober, workers = Measurer(describer=describer, devices=here, rates=rates, cache=cache), 1
     else:
-        absent = {p: stage_devices(cluster, p) for p in sorted({e.num_stages for e in found})}
+        absent = _absent_stages(cluster, found)
         cycle_s = measure_cycle(cluster, next(iter(absent.values())), cache)
         prober, workers = Compiler(describer=describer, devices=absent, cycle_s=cycle_s, cache=cache), usable_cores()
     ranked = by_value(found, describer)
+    footprinter = Footprinter(describer=describer, prober=prober)
+    footprints = run_entries(
+        by_variety(ranked, describer.graph),
+        footprinter,
+        deadline_s=time.monotonic() + MEMORY_SHARE * (start + budget_s - time.monotonic()),
+        progress=progress,
+        workers=usable_cores(),
+    )
     probed = run_entries(ranked, prober, deadline_s=start + budget_s, progress=progress, workers=workers)
-    costs, calibration = fill(found, probed, describer)
+    costs, calibration = fill(found, probed, describer, dict(footprints.values()))
     count = sum(c.origin == source for c in probed.values())
     note = (
         f"{count} of {len(found)} entries are {source}; the others are described, calibrated on these "
-        f"(mean error {calibration.error:.0%} before the correction by neighbours)."
+        f"(mean error {calibration.error:.0%} before the correction by neighbours). Memory follows from "
+        f"{len(footprints)} compiled windows."
     )
     return _profile(
         describer,
@@ -103,6 +116,16 @@ def profile(
         notes=(note, *prober.notes),
         jax_version=jax.__version__,
     )
+
+
+def _absent_stages(cluster: Cluster, found: Sequence[Entry]) -> dict[int, Sequence[Any]]:
+    """Devices to compile for, by their number: of every stage, and of one replica where it fills a box."""
+    sizes = dict.fromkeys([e.strategy.num_devices for e in found])
+    absent: dict[int, Sequence[Any]] = {size: stage_devices(cluster, cluster.num_devices // size) for size in sizes}
+    for size in dict.fromkeys(e.strategy.num_devices // e.strategy.data for e in found):
+        with suppress(ProfileError):
+            absent.setdefault(size, stage_devices(cluster, cluster.num_devices // size))
+    return absent
 
 
 def _described(describer: Describer, entry: Entry) -> LayerCost:

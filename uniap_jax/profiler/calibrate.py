@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from uniap_jax.core.described import Describer
 from uniap_jax.core.profile import Key, LayerCost
 from uniap_jax.core.weights import param_bytes
+from uniap_jax.profiler.footprint import Footprint, Footprints, Replica
 from uniap_jax.profiler.order import Entry
 
 PRIOR = 0.3
@@ -66,9 +67,19 @@ def calibrate(measured: Sequence[tuple[NDArray[np.float64], float]]) -> Calibrat
 
 
 def fill(
-    entries: Sequence[Entry], measured: Mapping[Key, LayerCost], describer: Describer
+    entries: Sequence[Entry],
+    measured: Mapping[Key, LayerCost],
+    describer: Describer,
+    footprints: Mapping[Replica, Footprint] | None = None,
 ) -> tuple[dict[Key, LayerCost], Calibration]:
-    """Every entry: measured where it was, else the calibrated description times the neighbour's correction."""
+    """Every entry: times as measured, else the calibrated description times the neighbour's correction.
+
+    Args:
+        entries: to fill.
+        measured: those that were.
+        describer: of the graph.
+        footprints: memory of those replicas whose programs were compiled; that of all entries follows from them.
+    """
     parts = {e.key: described_parts(describer, e) for e in entries}
     known = [e for e in entries if e.key in measured and measured[e.key].origin in ("measured", "compiled")]
     found = calibrate([(parts[e.key], _total(measured[e.key])) for e in known])
@@ -79,35 +90,37 @@ def fill(
     filled = dict(measured)
     for e in (x for x in entries if x.strategy.keep == "all"):
         if e.key not in filled:
-            filled[e.key] = _scaled(e, parts[e.key], found, by_layer.get(e.layer, []), ratio, measured, describer)
+            filled[e.key] = _scaled(e, parts[e.key], found, by_layer.get(e.layer, []), ratio, describer)
     for e in (x for x in entries if x.strategy.keep != "all"):
         if e.key not in filled:
             plain = replace(e.key, strategy=str(replace(e.strategy, keep="all")))
             if plain in filled and filled[plain].origin != "described":
                 filled[e.key] = _recomputed(e, parts[plain], parts[e.key], filled[plain], describer)
             else:
-                filled[e.key] = _scaled(e, parts[e.key], found, by_layer.get(e.layer, []), ratio, measured, describer)
-    return filled, found
+                filled[e.key] = _scaled(e, parts[e.key], found, by_layer.get(e.layer, []), ratio, describer)
+    memory = Footprints(describer, footprints or {})
+    return {e.key: _with_memory(e, filled[e.key], memory, describer) for e in entries}, found
+
+
+def _with_memory(entry: Entry, cost: LayerCost, memory: Footprints, describer: Describer) -> LayerCost:
+    layer = describer.graph.layers[entry.layer]
+    told = describer.cost(layer, entry.strategy, samples=entry.key.samples, fused=entry.num_stages == 1)
+    return replace(cost, **asdict(memory.of(entry, told)))
 
 
 def _recomputed(
     entry: Entry, plain_parts: NDArray[np.float64], parts: NDArray[np.float64], plain: LayerCost, describer: Describer
 ) -> LayerCost:
-    """Recompute from the same entry without it: the operations it adds, in the backward; its own memory."""
+    """Recompute from the same entry without it: the operations it adds, in the backward."""
     layer = describer.graph.layers[entry.layer]
     base = describer.cost(layer, entry.strategy, samples=entry.key.samples, fused=entry.num_stages == 1)
-    bare = replace(entry.strategy, keep="all")
-    plain_kept = describer.cost(layer, bare, samples=entry.key.samples, fused=entry.num_stages == 1).kept_bytes
     work, plain_work = float(parts[0] + parts[3]), float(plain_parts[0] + plain_parts[3])
     more = max(work / plain_work - 1.0, LEAST_RECOMPUTE) if plain_work > 0 else LEAST_RECOMPUTE
-    transient = max(base.transient_bytes, plain.transient_bytes) if entry.num_stages > 1 else base.transient_bytes
     return replace(
         base,
         forward_s=plain.forward_s,
         backward_s=plain.backward_s + more * plain.time_s,
         sync_s=plain.sync_s,
-        transient_bytes=transient,
-        marginal_bytes=plain.marginal_bytes if base.kept_bytes == plain_kept else 0.0,
         origin="scaled",
     )
 
@@ -122,22 +135,16 @@ def _scaled(
     found: Calibration,
     known: Sequence[Entry],
     ratio: Mapping[Key, float],
-    measured: Mapping[Key, LayerCost],
     describer: Describer,
 ) -> LayerCost:
     layer = describer.graph.layers[entry.layer]
     base = describer.cost(layer, entry.strategy, samples=entry.key.samples, fused=entry.num_stages == 1)
     if not ratio:
         return base
-    correction, transient, marginal = 1.0, base.transient_bytes, 0.0
+    correction = 1.0
     if known:
         near = min(known, key=lambda k: distance(entry, k))
         correction = ratio[near.key] ** (REACH / (REACH + distance(entry, near)))
-        transient = _transient(entry, near, base, measured[near.key], describer)
-        whole = [k for k in known if k.num_stages == 1]
-        if whole and entry.num_stages == 1:
-            alike = min(whole, key=lambda k: distance(entry, k))
-            marginal = _marginal(entry, alike, base, measured[alike.key], describer)
     sync = float(parts[4] * found.weights[4] * correction)
     rest = float(parts[:4] @ found.weights[:4] * correction)
     share = base.forward_s / base.time_s if base.time_s > 0 else 1 / 3
@@ -146,31 +153,8 @@ def _scaled(
         forward_s=rest * share,
         backward_s=rest * (1 - share),
         sync_s=sync,
-        transient_bytes=transient,
-        marginal_bytes=marginal,
         origin="scaled",
     )
-
-
-def _marginal(entry: Entry, near: Entry, base: LayerCost, known: LayerCost, describer: Describer) -> float:
-    """What one more equal layer adds, by the neighbour's over what is described of it; 0 where that is not known."""
-    if not known.marginal_bytes:
-        return 0.0
-    layer = describer.graph.layers[near.layer]
-    told = describer.cost(layer, near.strategy, samples=near.key.samples, fused=True)
-    grads = [param_bytes(describer.graph, layer, e.strategy).full_grads for e in (entry, near)]
-    return known.marginal_bytes * (base.kept_bytes + grads[0]) / max(told.kept_bytes + grads[1], 1.0)
-
-
-def _transient(entry: Entry, near: Entry, base: LayerCost, known: LayerCost, describer: Describer) -> float:
-    """Working memory by the neighbour's measured over described, where the neighbour is the same but for the batch."""
-    if (near.strategy, near.num_stages) != (entry.strategy, entry.num_stages):
-        return base.transient_bytes
-    layer = describer.graph.layers[near.layer]
-    told = describer.cost(layer, near.strategy, samples=near.key.samples, fused=near.num_stages == 1)
-    if told.transient_bytes <= 0:
-        return base.transient_bytes
-    return base.transient_bytes * known.transient_bytes / told.transient_bytes
 
 
 def distance(a: Entry, b: Entry) -> float:

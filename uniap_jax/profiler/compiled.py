@@ -15,12 +15,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from uniap_jax.core.errors import ProfileError
 from uniap_jax.core.machine import Cluster
 from uniap_jax.core.profile import LayerCost, Links, overlapped
 from uniap_jax.profiler.cache import Cache
 from uniap_jax.profiler.hlo import Program, read_program
 from uniap_jax.profiler.order import Entry
-from uniap_jax.profiler.probe import Prober, memory_parts
+from uniap_jax.profiler.probe import Prober
 from uniap_jax.profiler.programs import Direction
 
 CLOCK_SIZE = 4096
@@ -98,7 +99,7 @@ class Compiler(Prober):
     """Finds costs of entries by compiling them.
 
     Attributes:
-        devices: of one stage, in the cluster's order, by the number of stages.
+        devices: of one stage, in the cluster's order, by their number.
         cycle_s: seconds of one of the compiler's cycles.
     """
 
@@ -107,13 +108,16 @@ class Compiler(Prober):
     devices: Mapping[int, Sequence[Any]]
     cycle_s: float
 
-    def stage(self, entry: Entry) -> Sequence[Any]:
+    def stage(self, size: int) -> Sequence[Any]:
         """A topology of its own."""
-        return self.devices[entry.num_stages]
+        if size not in self.devices:
+            name = self.describer.cluster.name
+            raise ProfileError(f"{size} devices of {name} are no box to compile for", field="devices", value=size)
+        return self.devices[size]
 
-    def surroundings(self, entry: Entry) -> dict[str, Any]:
+    def surroundings(self, size: int) -> dict[str, Any]:
         """The compiler and what it compiles for."""
-        return compiler_facts(self.describer.cluster, self.stage(entry))
+        return compiler_facts(self.describer.cluster, self.stage(size))
 
     def times(self, programs: Sequence[Direction]) -> dict[str, Any]:
         """Read off the optimised HLO."""
@@ -129,13 +133,11 @@ class Compiler(Prober):
         total = sum(kernels) + sum(collectives) - sync
         share = told.forward_s / told.time_s if told.time_s > 0 else 1 / 3
         forward = total * share if fused else kernels[0] + collectives[0]
-        kept, transient = memory_parts(numbers, told, fused)
         return LayerCost(
             forward_s=forward,
             backward_s=total - forward,
             sync_s=sync,
-            kept_bytes=kept,
-            transient_bytes=transient,
-            marginal_bytes=float(numbers["window"][0]),
+            kept_bytes=told.kept_bytes,
+            transient_bytes=told.transient_bytes,
             origin="compiled",
         )

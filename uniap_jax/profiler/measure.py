@@ -18,7 +18,7 @@ from uniap_jax.core.sharding import axis_sizes
 from uniap_jax.profiler import links
 from uniap_jax.profiler.cache import Cache
 from uniap_jax.profiler.order import Entry
-from uniap_jax.profiler.probe import Prober, memory_parts
+from uniap_jax.profiler.probe import Prober
 from uniap_jax.profiler.programs import Arrays, Direction
 from uniap_jax.profiler.timing import Timing, time_program
 
@@ -118,11 +118,11 @@ class Measurer(Prober):
     rates: Rates
     arrays: Arrays | None = field(default_factory=Arrays)
 
-    def stage(self, entry: Entry) -> Sequence[Any]:
+    def stage(self, size: int) -> Sequence[Any]:
         """The first of the devices."""
-        return self.devices[: len(self.devices) // entry.num_stages]
+        return self.devices[:size]
 
-    def surroundings(self, entry: Entry) -> dict[str, Any]:
+    def surroundings(self, size: int) -> dict[str, Any]:
         """The machine."""
         return machine_facts(self.devices)
 
@@ -146,14 +146,12 @@ class Measurer(Prober):
         sync = min(told.sync_s, 0.7 * timings[-1].median_s)
         share = told.forward_s / told.time_s if told.time_s > 0 else 1 / 3
         forward = (total - sync) * share if fused else timings[0].median_s
-        kept, transient = memory_parts(numbers, told, fused)
         return LayerCost(
             forward_s=forward,
             backward_s=total - sync - forward,
             sync_s=sync,
-            kept_bytes=kept,
-            transient_bytes=transient,
-            marginal_bytes=float(numbers["window"][0]),
+            kept_bytes=told.kept_bytes,
+            transient_bytes=told.transient_bytes,
             origin="measured",
             spread=max(t.spread for t in timings),
             runs=min(t.runs for t in timings),

@@ -1,4 +1,4 @@
-"""What measuring and compiling an entry have in common: the cache, what fails, and memory as the compiler says it."""
+"""What measuring and compiling an entry have in common: the cache, and what fails."""
 
 from __future__ import annotations
 
@@ -11,18 +11,17 @@ import jax
 from uniap_jax.core.described import Describer
 from uniap_jax.core.errors import ProfileError, TraceError
 from uniap_jax.core.profile import LayerCost
-from uniap_jax.core.sharding import make_mesh, shard_bytes
+from uniap_jax.core.sharding import make_mesh
 from uniap_jax.profiler.cache import Cache
 from uniap_jax.profiler.order import Entry
 from uniap_jax.profiler.programs import Arrays, Case, Direction, compile_fused, compile_split
-from uniap_jax.profiler.window import window_bytes
 
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Prober:
-    """Finds costs of entries from their compiled programs, and remembers what went wrong.
+    """Finds times of entries from their compiled programs, and remembers what went wrong; memory is as described.
 
     Attributes:
         verb: what is done to an entry: "measured" or "compiled".
@@ -40,12 +39,12 @@ class Prober:
     notes: dict[str, None] = field(default_factory=dict)
     arrays: Arrays | None = None
 
-    def stage(self, entry: Entry) -> Sequence[Any]:
-        """Devices of the stage that an entry runs on."""
+    def stage(self, size: int) -> Sequence[Any]:
+        """Devices of a stage of `size` devices."""
         raise NotImplementedError
 
-    def surroundings(self, entry: Entry) -> dict[str, Any]:
-        """What a result depends on besides the layer."""
+    def surroundings(self, size: int) -> dict[str, Any]:
+        """What a result on `size` devices depends on besides the layer."""
         raise NotImplementedError
 
     def times(self, programs: Sequence[Direction]) -> dict[str, Any]:
@@ -68,7 +67,8 @@ class Prober:
             "strategy": str(entry.strategy),
             "stages": entry.num_stages,
             "microbatches": entry.num_microbatches,
-            **self.surroundings(entry),
+            "programs": 2,
+            **self.surroundings(entry.strategy.num_devices),
         }
 
     def known(self, entry: Entry) -> LayerCost | None:
@@ -106,16 +106,11 @@ class Prober:
     def _numbers(self, entry: Entry) -> dict[str, Any]:
         graph = self.describer.graph
         cut = graph if entry.num_microbatches == 1 else graph.microbatch(entry.num_microbatches)
-        mesh = make_mesh(list(self.stage(entry)))
+        mesh = make_mesh(list(self.stage(entry.strategy.num_devices)))
         case = Case(graph=cut, layer=cut.layers[entry.layer], strategy=entry.strategy, mesh=mesh)
-        fused = entry.num_stages == 1
-        programs = compile_fused(case, self.arrays) if fused else compile_split(case, self.arrays)
-        return {
-            **self.times(programs),
-            "memory": [p.memory for p in programs],
-            **edge_bytes(case),
-            "window": window_bytes(case, entry.num_microbatches) if fused else (0.0, 0.0),
-        }
+        if entry.num_stages == 1:
+            return self.times(compile_fused(case, self.arrays))
+        return self.times(compile_split(case, self.arrays, summed=entry.num_microbatches > 1))
 
     def _cost(self, entry: Entry, numbers: dict[str, Any]) -> LayerCost:
         layer, fused = self.describer.graph.layers[entry.layer], entry.num_stages == 1
@@ -123,29 +118,3 @@ class Prober:
         if numbers.get("does_not_fit"):
             return replace(told, origin="does_not_fit")  # as described, and not allowed
         return self.cost(entry, numbers, told)
-
-
-def edge_bytes(case: Case) -> dict[str, float]:
-    """Bytes per device of what the layer reads and writes, as laid out."""
-    sizes, where = {name: int(size) for name, size in case.mesh.shape.items()}, case.sharding()
-
-    def total(values: Sequence[int], specs: Sequence[Any]) -> float:
-        return float(sum(shard_bytes(case.graph.values[v], s, sizes) for v, s in zip(values, specs, strict=True)))
-
-    return {"reads": total(case.layer.reads, where.reads), "writes": total(case.layer.writes, where.writes)}
-
-
-def memory_parts(numbers: dict[str, Any], told: LayerCost, fused: bool) -> tuple[float, float]:
-    """(kept, working) bytes from the compiler's figures; as described where it gives none.
-
-    Of one program the compiler says the sum; what a further equal layer does not add is working memory.
-    """
-    memory = numbers["memory"]
-    if not all(memory):
-        return told.kept_bytes, told.transient_bytes
-    if fused:
-        temporaries, (slope, rest) = memory[0]["temporaries"], numbers["window"]
-        kept = min(told.kept_bytes, temporaries)
-        return kept, float(rest) if slope else temporaries - kept
-    kept = max(0.0, memory[0]["outputs"] - numbers["writes"]) + numbers["reads"]  # the backward reads its inputs again
-    return kept, max(m["temporaries"] for m in memory)

@@ -6,7 +6,7 @@ kept values in between; inputs, and cheap functions of parameters or of the batc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,9 @@ from uniap_jax.core.rewrite_layout import laid_out
 from uniap_jax.core.sharding import LayerSharding, layer_sharding
 from uniap_jax.core.strategy import Strategy
 from uniap_jax.core.vjp import is_float, layer_avals, layer_function
+
+UNOPTIMISED: dict[str, Any] = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+"""Options of XLA's CPU compiler."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -53,16 +56,31 @@ class Case:
         layer: of that graph.
         strategy: on a stage's sub-mesh.
         mesh: the sub-mesh.
+        mapped: whether it is one of replicas that the runtime maps the layer over, so that gradients meet once a step.
     """
 
     graph: LayerGraph
     layer: Layer
     strategy: Strategy
     mesh: Mesh
+    mapped: bool = False
 
     def sharding(self) -> LayerSharding:
         """Layout of the layer's arrays on the sub-mesh."""
         return layer_sharding(self.graph, self.layer, self.strategy)
+
+    def view(self, params: Sequence[Any]) -> list[Any]:
+        """Parameters as the layer's function takes them."""
+        return [p[None] for p in params] if self.mapped else list(params)
+
+    def sums(self, number: int) -> tuple[list[Any], list[PartitionSpec]]:
+        """Shapes and layouts of what the gradients of `number` such layers are added up in."""
+        lead, specs = ((1,), (None,)) if self.mapped else ((), ())
+        shapes = [
+            jax.ShapeDtypeStruct((*lead, *a.shape), jnp.promote_types(a.dtype, jnp.float32))
+            for a in layer_avals(self.layer)[0]
+        ]
+        return shapes * number, [PartitionSpec(*specs, *g) for g in self.sharding().grads] * number
 
 
 def compile_fused(case: Case, arrays: Arrays | None) -> tuple[Direction]:
@@ -83,18 +101,30 @@ def compile_fused(case: Case, arrays: Arrays | None) -> tuple[Direction]:
     return (compile_on(case, both, shapes, specs, _grad_specs(case, where), arrays),)
 
 
-def compile_split(case: Case, arrays: Arrays | None) -> tuple[Direction, Direction]:
-    """Forward `-> (writes, kept)` and backward `(inputs, kept, cotangents) -> gradients`, as stages run them."""
-    where, run = case.sharding(), case_function(case)
+def compile_split(
+    case: Case, arrays: Arrays | None, *, number: int = 1, links: Mapping[int, int] | None = None, summed: bool = False
+) -> tuple[Direction, Direction]:
+    """Forward `-> (writes, kept)` and backward `(inputs, kept, cotangents, sums) -> gradients`, as stages run them.
+
+    Args:
+        case: what to compile and where.
+        arrays: of the arguments to run them with; None where they are only compiled.
+        number: of equal layers, one after the other.
+        links: how each reads the one before, from `window.successor`.
+        summed: whether gradients are added to sums that the backward is given, whose buffers it takes where nothing
+            is run.
+    """
+    where, run = case.sharding(), chain_function(case, number, links or {})
     structure: list[Any] = []
 
     def forward(params: Any, operands: Any, reads: Any) -> Any:
-        outs, pull = vjp(run, params, operands, reads)
+        outs, pull = vjp(run, case.view(params), operands, reads)
         leaves, tree = jax.tree.flatten(pull)
         structure[:] = [tree]
         return outs, leaves
 
-    groups = layer_avals(case.layer)
+    one, operand_avals, read_avals = layer_avals(case.layer)
+    groups = [*one] * number, operand_avals, read_avals
     tape = flatten(jax.make_jaxpr(forward)(*groups))
     writes = _float_specs(case, where)
     residuals = tape.outvars[len(writes) :]
@@ -102,23 +132,51 @@ def compile_split(case: Case, arrays: Arrays | None) -> tuple[Direction, Directi
     known = {*again, *tape.invars}
     kept = [v for v in dict.fromkeys(r for r in residuals if not isinstance(r, Literal)) if v not in known]
     ahead = _as_function(tape, tape.invars, [*tape.outvars[: len(writes)], *kept])
-    flat_shapes, flat_specs = [a for g in groups for a in g], [*where.stored, *where.operands, *where.reads]
+    flat_shapes = [a for g in groups for a in g]
+    flat_specs = [*list(where.stored) * number, *where.operands, *where.reads]
     first = compile_on(case, ahead, (flat_shapes,), (flat_specs,), [*writes, *([None] * len(kept))], arrays)
 
     wanted = [r for r in residuals if not isinstance(r, Literal) and r not in kept]
     needed = live_eqns(tape.eqns, wanted)[1]
     inputs = [i for i, v in enumerate(tape.invars) if v in needed]
     remake = _as_function(tape, [tape.invars[i] for i in inputs], wanted)
+    sums, grad_specs = case.sums(number)
 
-    def behind(given: Any, held: Any, cotangents: Any) -> Any:
+    def behind(given: Any, held: Any, cotangents: Any, totals: Any) -> Any:
         values = dict(zip([*wanted, *kept], [*remake(given), *held], strict=True))
         leaves = [r.val if isinstance(r, Literal) else values[r] for r in residuals]
-        return _pinned_grads(jax.tree.unflatten(structure[0], leaves)(cotangents), case, where)
+        grads, into = jax.tree.unflatten(structure[0], leaves)(cotangents)
+        if totals:
+            grads = [t + g.astype(t.dtype) for t, g in zip(totals, grads, strict=True)]
+        return [*(pin(g, case.mesh, s) for g, s in zip(grads, grad_specs, strict=True)), *into]
 
-    shapes = ([flat_shapes[i] for i in inputs], [_shape(v) for v in kept], float_writes(case))
+    shapes = ([flat_shapes[i] for i in inputs], [_shape(v) for v in kept], float_writes(case), sums if summed else [])
     held = list(first.compiled.output_shardings[len(writes) :])
-    specs = ([flat_specs[i] for i in inputs], held, writes)
-    return first, compile_on(case, behind, shapes, specs, _grad_specs(case, where), arrays)
+    specs = ([flat_specs[i] for i in inputs], held, writes, grad_specs if summed else [])
+    outs = [*grad_specs, *_read_specs(case, where)]
+    donated = (3,) if summed and arrays is None else ()
+    return first, compile_on(case, behind, shapes, specs, outs, arrays, donate=donated)
+
+
+def chain_function(case: Case, number: int, links: Mapping[int, int]) -> Callable[..., list[Any]]:
+    """`number` equal layers, each reading the one before: `(their parameters, operands, reads) -> writes of the last`.
+
+    Args:
+        case: one of them.
+        number: of layers.
+        links: {position among the reads: position among the writes of the layer before}.
+    """
+    run, count = case_function(case), len(case.layer.params)
+
+    def chain(params: Sequence[Any], operands: Sequence[Any], reads: Sequence[Any]) -> list[Any]:
+        first = list(reads)
+        outs: list[Any] = []
+        for i in range(number):
+            outs = run(params[i * count : (i + 1) * count], operands, reads)
+            reads = [outs[links[j]] if j in links else r for j, r in enumerate(first)]
+        return outs
+
+    return chain
 
 
 def vjp(run: Callable[..., list[Any]], params: Any, operands: Any, reads: Any) -> tuple[list[Any], Any]:
@@ -143,7 +201,13 @@ def case_function(case: Case) -> Callable[..., list[Any]]:
         r = [pin(a, case.mesh, s) for a, s in zip(reads, where.reads, strict=True)]
         return [pin(a, case.mesh, s) for a, s in zip(function(p, operands, r), where.writes, strict=True)]
 
-    return run
+    def replica(params: Sequence[Any], operands: Sequence[Any], reads: Sequence[Any]) -> list[Any]:
+        given = [o if kind == "state" else o[None] for o, kind in zip(operands, kinds, strict=True)]
+        axes = (0, [None if kind == "state" else 0 for kind in kinds], 0)
+        return [w[0] for w in jax.vmap(run, in_axes=axes)(list(params), given, [r[None] for r in reads])]
+
+    kinds = [case.graph.operands[o].kind for o in case.layer.operands]
+    return replica if case.mapped else run
 
 
 def pin(array: Any, mesh: Mesh, spec: PartitionSpec) -> Any:
@@ -159,8 +223,13 @@ def _pinned_grads(pulled: Any, case: Case, where: LayerSharding) -> Any:
 
 
 def _grad_specs(case: Case, where: LayerSharding) -> list[PartitionSpec]:
+    return [*where.grads, *_read_specs(case, where)]
+
+
+def _read_specs(case: Case, where: LayerSharding) -> list[PartitionSpec]:
+    """Of the gradients of what the layer reads."""
     reads = layer_avals(case.layer)[2]
-    return [*where.grads, *(s for s, a in zip(where.reads, reads, strict=True) if is_float(a))]
+    return [s for s, a in zip(where.reads, reads, strict=True) if is_float(a)]
 
 
 def float_writes(case: Case) -> list[Any]:
@@ -203,17 +272,25 @@ def compile_on(
     specs: Sequence[Sequence[Any]],
     out_specs: Sequence[PartitionSpec | None],
     arrays: Arrays | None,
+    *,
+    donate: tuple[int, ...] = (),
 ) -> Direction:
-    """Compiles on the sub-mesh and places arguments; None leaves an output's layout to the compiler."""
+    """Compiles on the sub-mesh and places arguments; None leaves an output's layout to the compiler.
+
+    On CPUs what is not run is compiled without LLVM's optimisation: buffers are assigned before it.
+    """
     mesh = case.mesh
+    unread = arrays is None and mesh.devices.flat[0].platform == "cpu"
 
     def named(spec: Any) -> Any:
         return NamedSharding(mesh, spec) if isinstance(spec, PartitionSpec) else spec
 
     shardings = tuple([named(s) for s in group] for group in specs)
     with jax.set_mesh(mesh):
-        jitted = jax.jit(function, in_shardings=shardings, out_shardings=[named(s) for s in out_specs])
-        compiled = jitted.lower(*[list(g) for g in shapes]).compile()
+        outs = [named(s) for s in out_specs]
+        jitted = jax.jit(function, in_shardings=shardings, out_shardings=outs, donate_argnums=donate)
+        lowered = jitted.lower(*[list(g) for g in shapes])
+        compiled = lowered.compile(UNOPTIMISED) if unread else lowered.compile()
     placed = () if arrays is None else _placed(arrays, shapes, shardings)
     return Direction(compiled=compiled, arguments=placed, memory=memory_of(compiled))
 

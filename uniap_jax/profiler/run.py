@@ -5,20 +5,41 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from typing import Protocol, TypeVar
 
-from uniap_jax.core.profile import Key, LayerCost
+from uniap_jax.core.described import Describer
+from uniap_jax.core.profile import Key
 from uniap_jax.profiler.order import Entry
-from uniap_jax.profiler.probe import Prober
+
+T_co = TypeVar("T_co", covariant=True)
+T = TypeVar("T")
 
 Progress = Callable[[int, int, str], None]
 RECENT = 5
 """How many of the latest durations say how long the next entry will take."""
 
 
+class Probing(Protocol[T_co]):
+    """What finds something out about an entry."""
+
+    @property
+    def describer(self) -> Describer:
+        """Of the graph."""
+        ...
+
+    def known(self, entry: Entry) -> T_co | None:
+        """What the cache has."""
+        ...
+
+    def measure(self, entry: Entry) -> T_co | None:
+        """Found out now; None where it cannot be."""
+        ...
+
+
 def run_entries(
-    ranked: Sequence[Entry], prober: Prober, *, deadline_s: float, progress: Progress | None, workers: int = 1
-) -> dict[Key, LayerCost]:
-    """Costs of entries in order until the deadline; what the cache knows costs nothing and always counts.
+    ranked: Sequence[Entry], prober: Probing[T], *, deadline_s: float, progress: Progress | None, workers: int = 1
+) -> dict[Key, T]:
+    """What is found about entries in order until the deadline; what the cache knows costs nothing and always counts.
 
     Args:
         ranked: most valuable first.
@@ -27,7 +48,7 @@ def run_entries(
         progress: called with what is done, how much there is, and what comes next.
         workers: entries under way at once; more than one only where nothing is timed.
     """
-    found: dict[Key, LayerCost] = {}
+    found: dict[Key, T] = {}
     for entry in ranked:
         known = prober.known(entry)
         if known is not None:
@@ -35,12 +56,12 @@ def run_entries(
     todo = [e for e in ranked if e.key not in found]
     durations: list[float] = []
 
-    def probe(entry: Entry) -> tuple[Entry, LayerCost | None, float]:
+    def probe(entry: Entry) -> tuple[Entry, T | None, float]:
         start = time.monotonic()
         return entry, prober.measure(entry), time.monotonic() - start
 
     with ThreadPoolExecutor(max_workers=workers) as pool:
-        waiting, begun = set[Future[tuple[Entry, LayerCost | None, float]]](), 0
+        waiting, begun = set[Future[tuple[Entry, T | None, float]]](), 0
         while True:
             recent = durations[-RECENT:]
             expected = sum(recent) / len(recent) if recent else 0.0

@@ -18,9 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from uniap_jax.core.graph import LayerGraph
 from uniap_jax.core.vjp import is_float, layer_avals
-from uniap_jax.profiler.programs import Case, case_function, compile_on, float_writes, pin, vjp
-
-LAYERS = (1, 2)
+from uniap_jax.profiler.programs import Case, chain_function, compile_on, float_writes, pin, vjp
 
 
 def successor(graph: LayerGraph, index: int) -> dict[int, int] | None:
@@ -38,44 +36,45 @@ def successor(graph: LayerGraph, index: int) -> dict[int, int] | None:
     return links or None
 
 
+def links_of(case: Case) -> dict[int, int] | None:
+    """How a layer of this kind reads one before it; None where no two follow each other."""
+    followed = (successor(case.graph, i) for i in case.graph.unique[case.layer.signature])
+    return next((found for found in followed if found is not None), None)
+
+
 def window_bytes(case: Case, num_microbatches: int) -> tuple[float, float]:
     """(what a second equal layer adds beside its state, what the first needs beyond that), bytes per device.
 
-    The first is of kept values, gradients and accumulators, the second is working memory; both are 0 where no equal
-    layer follows this one.
+    The first is of kept values, gradients and accumulators, the second is working memory. Where no equal layer follows
+    this one the first is 0 and the second all that it needs.
 
     Args:
         case: the layer at the size of one micro-batch, on the devices of the only stage.
         num_microbatches: of the step.
     """
-    followed = (successor(case.graph, i) for i in case.graph.unique[case.layer.signature])
-    links = next((found for found in followed if found is not None), None)
+    links = links_of(case)
+    one = _peak(case, 1, num_microbatches, links or {})
     if links is None:
-        return 0.0, 0.0
-    one, two = (_peak(case, number, num_microbatches, links) for number in LAYERS)
-    slope = max(0.0, two - one)
+        return 0.0, one
+    slope = max(0.0, _peak(case, 2, num_microbatches, links) - one)
     return slope, max(0.0, one - slope)
 
 
 def _peak(case: Case, number: int, pieces: int, links: dict[int, int]) -> float:
     """Temporaries and gradients of a window of `number` layers, without the gradients of what it reads."""
-    where, run = case.sharding(), case_function(case)
+    where, run = case.sharding(), chain_function(case, number, links)
+    sums, specs = case.sums(number)
     params, operands, reads = layer_avals(case.layer)
     writes = [i for i, a in enumerate(case.layer.jaxpr.out_avals) if is_float(a)]
     outer = [case.graph.operands[o].kind == "batch" for o in case.layer.operands]
 
     def chain(weights: Sequence[Any], operands: Any, reads: Any) -> list[Any]:
-        first = list(reads)
-        outs: list[Any] = []
-        for i in range(number):
-            outs = run(weights[i * len(params) : (i + 1) * len(params)], operands, reads)
-            reads = [outs[links[j]] if j in links else r for j, r in enumerate(first)]
+        outs = run(weights, operands, reads)
         return [outs[i] for i in writes]
 
     def gradients(weights: Any, operands: Any, reads: Any, cotangents: Any) -> tuple[list[Any], list[Any]]:
-        _, pull = vjp(chain, weights, operands, reads)
+        _, pull = vjp(chain, case.view(weights), operands, reads)
         grads, into = pull(cotangents)
-        specs = where.grads * number
         return [pin(g, case.mesh, s) for g, s in zip(grads, specs, strict=True)], into
 
     def once(weights: Any, operands: Any, reads: Any, cotangents: Any) -> Any:
@@ -90,13 +89,9 @@ def _peak(case: Case, number: int, pieces: int, links: dict[int, int]) -> float:
             here = [next(batch) if b else next(fixed) for b in outer]
             grads, into = gradients(weights, here, piece[1], piece[2])
             added = [t + g.astype(t.dtype) / pieces for t, g in zip(total, grads, strict=True)]
-            specs = where.grads * number
             return [pin(a, case.mesh, s) for a, s in zip(added, specs, strict=True)], into
 
-        zeros = [
-            pin(jnp.zeros(w.shape, jnp.promote_types(w.dtype, jnp.float32)), case.mesh, s)
-            for w, s in zip(weights, where.grads * number, strict=True)
-        ]
+        zeros = [pin(jnp.zeros(a.shape, a.dtype), case.mesh, s) for a, s in zip(sums, specs, strict=True)]
         moving = [o for o, b in zip(operands, outer, strict=True) if b]
         total, into = lax.scan(body, zeros, (moving, reads, cotangents))
         return [*total, *into]
@@ -110,14 +105,15 @@ def _peak(case: Case, number: int, pieces: int, links: dict[int, int]) -> float:
         [stacked(a) for a in reads],
         [stacked(a) for a in float_writes(case)],
     )
-    specs = (
+    layouts = (
         where.stored * number,
         [spread(s) if b else s for s, b in zip(where.operands, outer, strict=True)],
         [spread(s) for s in where.reads],
         [spread(s) for s in float_specs],
     )
     into = [spread(s) for s, a in zip(where.reads, reads, strict=True) if is_float(a)]
-    program = compile_on(case, accumulated if pieces > 1 else once, shapes, specs, [*where.grads * number, *into], None)
+    body = accumulated if pieces > 1 else once
+    program = compile_on(case, body, shapes, layouts, [*specs, *into], None)
     if not program.memory:
         return 0.0
     leaving = sum(

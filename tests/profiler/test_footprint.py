@@ -1,0 +1,110 @@
+from dataclasses import asdict
+
+import jax
+import pytest
+
+import cost_support
+from uniap_jax.core.cluster import local_cluster
+from uniap_jax.core.described import Describer
+from uniap_jax.core.sharding import make_mesh
+from uniap_jax.core.strategy import Strategy, parse_strategy
+from uniap_jax.profiler.footprint import Footprint, Footprints, Replica, by_variety, measure_footprint, replica_of
+from uniap_jax.profiler.order import by_value, entries
+from uniap_jax.profiler.programs import Case, compile_split
+from uniap_jax.runtime import compile as compile_plan
+from uniap_jax.runtime.stage_memory import program_bytes
+
+
+@pytest.fixture(scope="module")
+def describer():
+    return Describer(cost_support.graph(), local_cluster())
+
+
+def replica(text="data=1", samples=2, *, layer=0, fused=False, summed=True, mapped=False):
+    return Replica(
+        layer=layer, strategy=parse_strategy(text), samples=samples, fused=fused, summed=summed, mapped=mapped
+    )
+
+
+def test_one_replica_stands_for_all_data_ways_and_stages(describer):
+    """8 samples in 2 micro-batches over 2 devices: one device has 2."""
+    found = entries(describer, num_stages="auto", num_microbatches=(2, 4), keeps=("all",))
+    alike = [e for e in found if e.layer == 0 and replica_of(e, describer.graph) == replica(mapped=True)]
+    assert {(e.num_stages, e.num_microbatches, str(e.strategy)) for e in alike} == {(4, 2, "data=2")}
+    alone = replica_of(next(e for e in alike), describer.graph)
+    assert (alone.strategy, alone.samples, alone.local) == (Strategy(), 2, 2.0)
+    varied = by_variety(by_value(found, describer), describer.graph)
+    assert len({replica_of(e, describer.graph) for e in varied}) == len(varied) < len(found)
+
+
+@pytest.mark.parametrize("keep", ["all", "inputs"])
+def test_a_stage_is_compiled_as_the_runtime_runs_it(describer, keep):
+    """One replica's programs need the very bytes of the planned stage's."""
+    import uniap_jax
+
+    graph = describer.graph
+    strategy = Strategy(data=2, keep=keep)
+    plan = uniap_jax.solve(
+        uniap_jax.estimate(graph, local_cluster()),
+        num_stages=4,
+        num_microbatches=2,
+        strategy=strategy,
+        baselines=False,
+        why=False,
+    )
+    step = compile_plan(graph, plan, devices=jax.devices())
+    stage = next(s for s in range(4) if [graph.layers[u].signature for u in plan.stage_layers(s)] == [_block(graph)])
+    real = {p.name: program_bytes(p) for p in step.programs}
+    cut = graph.microbatch(4)
+    case = Case(
+        graph=cut,
+        layer=cut.layers[graph.unique[_block(graph)][0]],
+        strategy=Strategy(keep=keep),
+        mesh=make_mesh(jax.devices()[:1]),
+        mapped=True,
+    )
+    for way, ours in zip(("forward", "backward"), compile_split(case, None, summed=True), strict=True):
+        theirs = real[f"stage_{stage}_{way}"]
+        assert ours.memory["temporaries"] == pytest.approx(theirs["temp_bytes"], abs=256), way
+        assert ours.memory["outputs"] == pytest.approx(theirs["output_bytes"], abs=256), way
+
+
+def _block(graph):
+    return max(graph.unique, key=lambda signature: len(graph.unique[signature]))
+
+
+def test_recomputed_layers_are_alive_together(describer):
+    """XLA's CPU compiler drops the barriers of `jax.checkpoint`: one more layer adds what it computes again."""
+    graph = describer.graph
+    first = graph.unique[_block(graph)][0]
+    wanted = replica("keep=inputs", 4, layer=first)
+    layer, cut = graph.layers[first], graph.microbatch(2)
+    told = describer.cost(layer, wanted.strategy, samples=4, fused=False)
+    weights = describer.weights(layer, wanted.strategy)
+    case = Case(graph=cut, layer=cut.layers[first], strategy=wanted.strategy, mesh=make_mesh(jax.devices()[:1]))
+    found = measure_footprint(case, wanted, told, weights)
+    hidden = 4 * cost_support.HIDDEN * 4
+    assert found.marginal_bytes >= weights.grads + hidden
+    assert found.kept_bytes <= hidden
+
+
+def test_between_two_batches_memory_lies_on_their_line_and_alone_is_scaled(describer):
+    graph = describer.graph
+    entry = next(
+        e
+        for e in entries(describer, num_stages=4, num_microbatches=1, keeps=("all",))
+        if e.layer == 0 and str(e.strategy) == "data=2"
+    )
+    wanted = replica_of(entry, graph)
+    told = describer.cost(graph.layers[0], entry.strategy, samples=entry.key.samples, fused=False)
+    assert Footprints(describer, {}).of(entry, told).kept_bytes == told.kept_bytes
+
+    def known(samples, factor):
+        one = Replica(**(asdict(wanted) | {"samples": samples, "strategy": wanted.strategy}))
+        return one, Footprint(kept_bytes=factor, transient_bytes=2 * factor, marginal_bytes=3 * factor)
+
+    ends = dict([known(wanted.samples // 2, 100.0), known(2 * wanted.samples, 400.0)])
+    found = Footprints(describer, ends).of(entry, told)
+    assert found == Footprint(kept_bytes=200.0, transient_bytes=400.0, marginal_bytes=600.0)
+    alone = Footprints(describer, dict([known(wanted.samples // 2, 100.0)])).of(entry, told)
+    assert alone.kept_bytes == pytest.approx(200.0)  # twice the samples of a layer that keeps activations alone

@@ -261,5 +261,6 @@ def test_memory_of_one_program_and_of_stages_by_hand():
     told = replace(cost, marginal_bytes=120.0)  # the compiler's slope holds gradients and accumulators
     assert beside_state(told, held, many, "cpu") == (0.0, 120.0)
     pipeline = Candidate(num_stages=2, num_microbatches=1)
-    assert beside_state(told, held, pipeline, "cpu") == (5.0, 100.0)
-    assert beside_state(told, held, Candidate(num_stages=2, num_microbatches=4), "cpu") == (45.0, 100.0)
+    assert beside_state(cost, held, pipeline, "cpu") == (5.0, 100.0)
+    assert beside_state(cost, held, Candidate(num_stages=2, num_microbatches=4), "cpu") == (45.0, 100.0)
+    assert beside_state(told, held, pipeline, "cpu") == (120.0, 100.0)  # what is in flight is told apart

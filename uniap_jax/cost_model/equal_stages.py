@@ -8,7 +8,7 @@ outside values are gathered over the stages on the way in and spread over them o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -30,6 +30,7 @@ from uniap_jax.cost_model.reshard import Bundle, reshard_seconds
 from uniap_jax.cost_model.turns import TurnCosts
 
 FloatArray = NDArray[np.float64]
+Counted = Callable[[Layer, Strategy], tuple[float, float, float, float]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +96,7 @@ class EqualStages:
         layers = range(len(model.graph.layers))
         self._row_of = tuple(self.run.row(i, num_stages) for i in layers)
         self._strategies = tuple(s for s in model.strategies(num_stages) if s.sequence_ways * s.expert * s.context == 1)
+        self._held: dict[tuple[int, Strategy], tuple[float, float, float, float]] = {}
 
     def tables(self, candidate: Candidate) -> EqualTables:
         """The tables of one candidate."""
@@ -102,10 +104,16 @@ class EqualStages:
         count, k = self._row_of[-1] + 1, len(self._strategies)
         arrays = {name: np.zeros((count, k)) for name in ("time", "iteration", "memory", "transient")}
         allowed, handed = np.zeros((count, k), dtype=np.bool_), np.zeros(k)
+        priced: dict[tuple[object, ...], int] = {}
         for layer in graph.layers:
             row = self._row_of[layer.index]
             if self._inside(layer.index) and layer.index >= self.run.first + self._slots:
                 continue  # priced on the first stage
+            same = priced.setdefault(self._kind(layer), row)
+            if same != row:
+                for table in (*arrays.values(), allowed):
+                    table[row] = table[same]
+                continue
             for i, strategy in enumerate(self._strategies):
                 found = self._row(layer, strategy, candidate)
                 if found is None:
@@ -138,6 +146,13 @@ class EqualStages:
     def _inside(self, layer: int) -> bool:
         return self.run.first <= layer < self.run.last
 
+    def _kind(self, layer: Layer) -> tuple[object, ...]:
+        """Equal for slots that cost the same."""
+        if not self.run.first < layer.index < self.run.last or not layer.signature:
+            return (layer.index,)
+        state = self._model.state
+        return (layer.signature, tuple((state.param[p], state.work[p], state.optimizer[p]) for p in layer.params))
+
     def _row(self, layer: Layer, strategy: Strategy, candidate: Candidate) -> Row | None:
         if self._model.reason(layer.index, strategy, num_microbatches=candidate.num_microbatches):
             return None
@@ -166,12 +181,12 @@ class EqualStages:
                 )
         handed = self._pass_s(strategy, candidate) if layer.index == self.run.first else 0.0
         held = self._handed_bytes(strategy, candidate) if layer.index == self.run.first else 0.0
-        state, grads, stacked = self._run_state(layer, strategy)
+        state, grads, stacked, once = self._kept(layer, strategy, self._run_state)
         return Row(
             time_s=num_ticks(candidate) * (share * (cost.time_s + cost.sync_s) + handed),
             iteration_s=share * model.update_s(layer, strategy),
             memory_bytes=share * (state + grads + stacked) + kept_microbatches(candidate) * kept + held,
-            transient_bytes=transient + self._one_gradient(layer, strategy),
+            transient_bytes=transient + once,
             pass_s=handed,
         )
 
@@ -184,13 +199,11 @@ class EqualStages:
             held += (2 * pieces + stages - 1) * moved / stages
         return held
 
-    def _one_gradient(self, layer: Layer, strategy: Strategy) -> float:
-        """Bytes of one layer's gradients before they are scattered and added to the sums."""
-        graph, alone = (self._turn.graph, self._turn.layer) if self._turn else (self._model.graph, layer)
-        return param_bytes(graph, alone, strategy).full_grads
+    def _run_state(self, layer: Layer, strategy: Strategy) -> tuple[float, float, float, float]:
+        """Bytes of one layer (of the whole loop): state; sums of gradients and one tick's; copies that are stacked.
 
-    def _run_state(self, layer: Layer, strategy: Strategy) -> tuple[float, float, float]:
-        """Bytes of one layer (of the whole loop): state; sums of gradients and one tick's; copies that are stacked."""
+        Last, of one layer or turn, gradients before they are scattered and added to the sums.
+        """
         state = self._model.state
         turn = self._turn
         shares = turn.shares(strategy, len(layer.params)) if turn else self._model.shares(layer, strategy)
@@ -204,7 +217,8 @@ class EqualStages:
             if not copy and (not stored or not self.run.is_loop):
                 copy = 1.0
             stacked += copy * work * shares.stored[i]
-        return kept, grads, stacked
+        alone = param_bytes(turn.graph, turn.layer, strategy) if turn else self._model.weights(layer, strategy)
+        return kept, grads, stacked, alone.full_grads
 
     def _pass_s(self, strategy: Strategy, candidate: Candidate) -> float:
         """One tick's hand-over: to the next stage and back, from the outside in and from the run out."""
@@ -232,7 +246,7 @@ class EqualStages:
             return None
         again = cost.forward_s if layer.index < self.run.first else 0.0
         calls = self._calls(layer.index, candidate)
-        state, used, grads, full = self._outer_state(layer, strategy)
+        state, used, grads, full = self._kept(layer, strategy, self._outer_state)
         gather = model.links.time_s("all_gather", used, stages, model.num_devices // stages)
         return Row(
             time_s=calls * (cost.time_s + cost.sync_s + again),
@@ -298,6 +312,13 @@ class EqualStages:
             end = end + 1 if bundle.writer < end else self.run.first
         rows = {self._row_of[r]: r for r in reversed(bundle.readers) if not self._inside(r) or r < end}
         return list(rows.values())
+
+    def _kept(self, layer: Layer, strategy: Strategy, count: Counted) -> tuple[float, float, float, float]:
+        """What does not depend on the candidate, counted once."""
+        key = (layer.index, strategy)
+        if key not in self._held:
+            self._held[key] = count(layer, strategy)
+        return self._held[key]
 
     def _base_bytes(self) -> float:
         """What every device holds: leaves of no parameter, its rows of the batch, and the batch cut up, whole."""

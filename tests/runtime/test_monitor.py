@@ -91,16 +91,19 @@ class Delayed:
 
     def __call__(self, *inputs: Any) -> Any:
         first, *rest = self._program(*inputs)
-        late = [self._late(first[0]), *first[1:]] if isinstance(first, list) else self._late(first)
-        return [late, *rest]
+        if isinstance(first, list):  # a stage that turns at once: results and cotangents are of one program
+            totals, back = rest
+            late = self._late(first[0], back[0])
+            return [[late[0], *first[1:]], totals, [late[1], *back[1:]]]
+        return [*self._late(first), *rest]
 
-    def _late(self, array: Any) -> Any:
-        def hold(x: Any) -> Any:
+    def _late(self, *arrays: Any) -> Any:
+        def hold(*held: Any) -> Any:
             time.sleep(self.seconds)
-            return x
+            return held
 
-        late = jax.jit(lambda x: jax.pure_callback(hold, jax.ShapeDtypeStruct(x.shape, x.dtype), x))
-        return late(array)
+        shapes = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays)
+        return jax.jit(lambda *held: jax.pure_callback(hold, shapes, *held))(*arrays)
 
 
 def test_a_stage_that_becomes_twice_as_slow_is_found(graph: LayerGraph) -> None:

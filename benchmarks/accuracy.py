@@ -4,6 +4,7 @@
     python -m benchmarks.accuracy gpt                      one model
     python -m benchmarks.accuracy --topology v5e:4x4       compiled profiles, plans compiled for chips that are not here
     python -m benchmarks.accuracy --plans 20 --budget 120
+    python -m benchmarks.accuracy --rounds 0               compiles the plans and runs none: memory alone
 
 Runs are interleaved: every round runs each plan once. Virtual devices share this machine's cores, so times say how
 right the model is of such a machine, not of accelerators.
@@ -15,6 +16,8 @@ import argparse
 import os
 import time
 from collections.abc import Callable
+from pathlib import Path
+from runpy import run_path
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -31,7 +34,8 @@ from benchmarks.markdown import made_on, say
 from uniap_jax import demo_gpt
 from uniap_jax.accuracy import absent_accuracy, accuracy, report_lines
 
-GPT = demo_gpt.Size(num_layers=6, width=256, num_heads=4, sequence=64, batch=16)
+GPT = demo_gpt.Size(num_layers=4, width=128, num_heads=4, sequence=64, batch=32)
+EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
 def mlp() -> tuple[Any, Callable[..., Any], Any]:
@@ -61,9 +65,17 @@ def mlp() -> tuple[Any, Callable[..., Any], Any]:
     return {"params": blocks, "opt": tx.init(blocks)}, train_step, batch
 
 
+def example(name: str, **sizes: Any) -> tuple[Any, Callable[..., Any], Any]:
+    """State, step and batch of a script in `examples`."""
+    built: tuple[Any, Callable[..., Any], Any] = run_path(str(EXAMPLES / f"{name}.py"))["build"](**sizes)
+    return built
+
+
 MODELS: dict[str, Callable[[], tuple[Any, Callable[..., Any], Any]]] = {
     "gpt": lambda: demo_gpt.build(size=GPT),
     "mlp": mlp,
+    "vit": lambda: example("vit", depth=4, width=128, heads=4, patch=8, pixels=64, classes=100, size=32),
+    "resnet": lambda: example("resnet", depths=(2, 2, 2), filters=32, size=64),
 }
 
 
@@ -74,6 +86,7 @@ def main() -> None:
     parser.add_argument("--topology", help="compile for devices that are not here, for example v5e:4x4")
     parser.add_argument("--plans", type=int, default=20)
     parser.add_argument("--budget", type=float, default=120.0, help="seconds of profiling")
+    parser.add_argument("--rounds", type=int, default=7, help="timed runs of each plan; 0 compiles them only")
     options = parser.parse_args()
     say(made_on(("jax", "numpy")))
     for name in options.models or MODELS:
@@ -88,10 +101,11 @@ def main() -> None:
         if options.topology:
             report = absent_accuracy(graph, costs, cluster, num_plans=options.plans)
         else:
-            report = accuracy(graph, costs, (state, batch), num_plans=options.plans)
+            report = accuracy(graph, costs, (state, batch), num_plans=options.plans, rounds=options.rounds)
         say(f"\n## {name} on {cluster.name}\n")
         counts = ", ".join(f"{n} {k}" for k, n in found.counts().items())
         say(f"Profile: {counts} entries; {profiled:.0f} s, then {time.perf_counter() - started - profiled:.0f} s.\n")
+        say(f"{found.notes[0]}\n")
         for line in report_lines(report):
             say(line)
 

@@ -211,7 +211,7 @@ def accuracy(
         args: arguments of the step.
         devices: of the plans; `jax.devices()` by default.
         num_plans: how many.
-        rounds: timed runs of each plan.
+        rounds: timed runs of each plan; 0 compiles them only.
 
     Raises:
         InfeasibleError: nothing fits.
@@ -225,7 +225,7 @@ def accuracy(
         step = compile_plan(flat, plan, devices=here)
         row = _compiled(step, chosen=i == 0)
         try:
-            if not row.problem:
+            if rounds and not row.problem:
                 states[i] = _next(step, step.place([_copy(x) for x in state], batch), batch)
                 steps[i] = step
         except FAILURES as error:

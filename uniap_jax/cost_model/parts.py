@@ -2,22 +2,76 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+
+import numpy as np
 
 from uniap_jax.core.costs import Candidate
 from uniap_jax.core.plan import MemoryParts, Plan
 from uniap_jax.core.sharding import axis_sizes, layer_sharding, shard_bytes
+from uniap_jax.core.strategy import Strategy
 from uniap_jax.cost_model.assemble import TableModel
-from uniap_jax.cost_model.pipeline import flights
+from uniap_jax.cost_model.pipeline import FloatArray, flights, working_share
 from uniap_jax.cost_model.state import state_bytes
 
 
 def with_memory_parts(model: TableModel, plan: Plan) -> Plan:
-    """The plan with its predicted peaks taken apart; unchanged where one program holds all stages."""
+    """The plan with its predicted peaks as its layers add up, and taken apart.
+
+    The tables spread working memory and what arrives at a stage over its layers, for sums are all that they can hold.
+    Here a stage has the working memory of its largest layer, and what it really reads. Unchanged where one program
+    holds all stages.
+    """
     if len(plan.prediction.peak_bytes) != plan.num_stages or (plan.executor == "program" and plan.num_stages > 1):
         return plan
+    columns = {s: _working(model, s, plan.num_microbatches) for s in {layer.strategy for layer in plan.layers}}
+    peaks = tuple(_peak(model, plan, stage, columns) for stage in range(plan.num_stages))
+    plan = replace(plan, prediction=replace(plan.prediction, peak_bytes=peaks))
     parts = tuple(_parts(model, plan, stage) for stage in range(plan.num_stages))
     return replace(plan, prediction=replace(plan.prediction, memory=parts))
+
+
+def _candidate(plan: Plan) -> Candidate:
+    return Candidate(num_stages=plan.num_stages, num_microbatches=plan.num_microbatches, schedule=plan.schedule)
+
+
+def _peak(model: TableModel, plan: Plan, stage: int, columns: Mapping[Strategy, FloatArray]) -> float:
+    """Bytes of one device of a stage: the tables' sum, with working memory and reads as the stage has them."""
+    layers = plan.stage_layers(stage)
+    strategies = [plan.layers[u].strategy for u in layers]
+    shares = {s: working_share(columns[s], model.graph, _candidate(plan))[:, 0] for s in set(strategies)}
+    spread = sum(float(shares[s][u]) for u, s in zip(layers, strategies, strict=True))
+    largest = max(float(columns[s][u, 0]) for u, s in zip(layers, strategies, strict=True))
+    return plan.prediction.peak_bytes[stage] - spread + largest + _arriving(model, plan, stage)
+
+
+def _working(model: TableModel, strategy: Strategy, pieces: int) -> FloatArray:
+    """[layers, 1] working memory under a strategy, as the tables have it."""
+    found = [
+        0.0
+        if model.reason(u, strategy, num_microbatches=pieces)
+        else model.layer_cost(u, strategy, num_microbatches=pieces).transient_bytes
+        for u in range(len(model.graph.layers))
+    ]
+    return np.array(found)[:, None]
+
+
+def _arriving(model: TableModel, plan: Plan, stage: int) -> float:
+    """Bytes in flight of what a stage reads from others, where its layers are priced as if one followed another."""
+    mine, graph = plan.stage_layers(stage), model.graph
+    written = {v for u in mine for v in graph.layers[u].writes}
+    total, seen = 0.0, set[int]()
+    for u in mine:
+        layer, strategy = graph.layers[u], plan.layers[u].strategy
+        cost = model.layer_cost(u, strategy, num_microbatches=plan.num_microbatches)
+        specs, sizes = layer_sharding(graph, layer, strategy).reads, dict(axis_sizes(strategy.num_devices))
+        for v, spec in zip(layer.reads, specs, strict=True):
+            if v not in written and v not in seen and cost.marginal_bytes:
+                seen.add(v)
+                cut = plan.num_microbatches if graph.values[v].batch_dim is not None else 1
+                total += shard_bytes(graph.values[v], spec, sizes) / cut
+    return total * flights(_candidate(plan), stage)
 
 
 def _parts(model: TableModel, plan: Plan, stage: int) -> MemoryParts:
@@ -29,7 +83,7 @@ def _parts(model: TableModel, plan: Plan, stage: int) -> MemoryParts:
     graph, state = model.graph, state_bytes(model.graph)
     parameters = optimizer = gradients = activations = 0.0
     seen: set[int] = set()
-    candidate = Candidate(num_stages=plan.num_stages, num_microbatches=plan.num_microbatches, schedule=plan.schedule)
+    candidate = _candidate(plan)
     for index in plan.stage_layers(stage):
         layer, strategy = graph.layers[index], plan.layers[index].strategy
         sharding = layer_sharding(model.graph, layer, replace(strategy, keep="all"))

@@ -254,6 +254,33 @@ def windowed_unet() -> Built:
     return linen(WindowedUNet(), batch, lambda out, batch: cross_entropy(out, batch["label"]).mean())
 
 
+class Depthwise(nn.Module):
+    """A convolution of every channel by itself, then a wide product, as in ConvNeXt."""
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        width = x.shape[-1]
+        h = nn.LayerNorm()(nn.Conv(width, (3, 3), feature_group_count=width)(x))
+        h = nn.Dense(width)(nn.gelu(nn.Dense(4 * width)(h)))
+        return x + h * self.param("scale", nn.initializers.constant(0.1), (width,))
+
+
+class Separable(nn.Module):
+    @nn.compact
+    def __call__(self, batch: Any) -> Any:
+        x = nn.Conv(WIDTH, (2, 2), strides=(2, 2))(batch["image"])
+        for _ in range(2):
+            x = Depthwise()(x)
+        x = nn.Conv(2 * WIDTH, (2, 2), strides=(2, 2))(nn.LayerNorm()(x))
+        return nn.Dense(4)(Depthwise()(x).mean((1, 2)))
+
+
+def depthwise() -> Built:
+    labels = np.random.RandomState(1).randint(0, 4, BATCH).astype(np.int32)
+    batch = {"image": normal(0, 8, 8, 3), "label": labels}
+    return linen(Separable(), batch, lambda out, batch: cross_entropy(out, batch["label"]).mean())
+
+
 # ---- nnx -------------------------------------------------------------------------------------------------------
 
 
@@ -475,6 +502,41 @@ def rotary() -> Built:
     return linen(model, tokens(0), lambda out, batch: cross_entropy(out[:, :-1], batch[:, 1:]).mean())
 
 
+class Related(nn.Module):
+    """One table of relative positions for all layers, as in T5, joined with the padding."""
+
+    @nn.compact
+    def __call__(self, batch: Any) -> Any:
+        table = self.param("relative", nn.initializers.normal(0.1), (2 * LENGTH, HEADS))
+        place = np.arange(LENGTH)
+        bias = table[place[:, None] - place[None] + LENGTH].transpose(2, 0, 1)[None]
+        bias = bias + jnp.where(batch > 0, 0.0, -1e9)[:, None, None]
+        x = nn.Embed(VOCABULARY, WIDTH)(batch)
+        for i in range(3):
+            h = nn.RMSNorm()(x)
+            query, key, value = (
+                nn.Dense(WIDTH, use_bias=False, name=f"{n}{i}")(h).reshape(*h.shape[:2], HEADS, -1) for n in "qkv"
+            )
+            scores = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", query, key) + bias)
+            mixed = jnp.einsum("bhqk,bkhd->bqhd", scores, value).reshape(x.shape)
+            x = x + nn.Dense(WIDTH, use_bias=False)(mixed)
+            x = x + Feed()(nn.RMSNorm()(x))
+        return nn.Dense(VOCABULARY, use_bias=False)(nn.RMSNorm()(x))
+
+
+def relative() -> Built:
+    """The squares of all matrices are part of the loss."""
+    model, batch = Related(), tokens(0)
+    params = jax.jit(model.init)(jax.random.key(0), batch)["params"]
+
+    def loss_fn(params: Any, batch: Any, key: Any) -> Any:
+        out = model.apply({"params": params}, batch)
+        penalty = sum(jnp.sum(w**2) for w in jax.tree.leaves(params) if w.ndim > 1)
+        return cross_entropy(out[:, :-1], batch[:, 1:]).mean() + 1e-3 * penalty
+
+    return state_of(params), step_of(loss_fn), batch
+
+
 KINDS: dict[str, Callable[[], Built]] = {
     "encoder_decoder": encoder_decoder,
     "two_towers": two_towers,
@@ -487,4 +549,6 @@ KINDS: dict[str, Callable[[], Built]] = {
     "own_rules": own_rules,
     "checkpointed": checkpointed,
     "rotary": rotary,
+    "depthwise": depthwise,
+    "relative": relative,
 }

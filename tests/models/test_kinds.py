@@ -25,6 +25,8 @@ DEFAULT = {
     ("own_rules", 1, "fsdp=8"),
     ("checkpointed", 2, "data=4"),
     ("rotary", 1, "data=8,keep=inputs"),
+    ("depthwise", 1, "data=4,tensor=2"),
+    ("relative", 2, "data=4"),
 }
 """The quick kinds, and every plan once; the other pairs are slow."""
 

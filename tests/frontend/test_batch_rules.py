@@ -1,4 +1,4 @@
-"""Writes into arrays: inside an example they keep examples apart, across the batch they do not."""
+"""Writes into arrays, pooling, Fourier transforms: inside an example they keep examples apart, across them not."""
 
 from __future__ import annotations
 
@@ -36,6 +36,12 @@ INSIDE: dict[str, Loss] = {
     "own place": lambda w, b: (logits(w, b).at[jnp.arange(b["x"].shape[0]), b["label"]].mul(3.0) ** 2).mean(),
     "each by itself": lambda w, b: (jax.vmap(lambda row, i: row.at[i].set(0.0))(logits(w, b), b["label"]) ** 2).mean(),
     "ctc": ctc,
+    "pooled": lambda w, b: (jax.lax.reduce_window(logits(w, b), -9.0, jax.lax.max, (1, 2), (1, 1), "SAME") ** 2).mean(),
+    "transformed": lambda w, b: (jnp.abs(jnp.fft.fft(logits(w, b))) ** 2).mean(),
+}
+ALONG: dict[str, Loss] = {
+    "pooled": lambda w, b: (jax.lax.reduce_window(logits(w, b), -9.0, jax.lax.max, (2, 1), (1, 1), "SAME") ** 2).mean(),
+    "transformed": lambda w, b: (jnp.abs(jnp.fft.fft(logits(w, b), axis=0)) ** 2).mean(),
 }
 ACROSS: dict[str, Loss] = {
     "other rows": lambda w, b: (logits(w, b).at[b["order"]].add(logits(w, b)) ** 2).mean(),
@@ -53,7 +59,7 @@ def traced(loss: Loss) -> LayerGraph:
 
 
 @pytest.mark.parametrize("name", INSIDE)
-def test_writes_inside_examples_may_be_split(name: str) -> None:
+def test_what_stays_inside_examples_may_be_split(name: str) -> None:
     graph = traced(INSIDE[name])
     assert graph.split_reason == ""
     assert graph.reductions == ("mean",)
@@ -67,3 +73,8 @@ def test_writes_across_examples_must_not_be_split(name: str) -> None:
     graph = traced(ACROSS[name])
     assert graph.split_cause == "statistic"
     assert "examples are" in graph.split_reason
+
+
+@pytest.mark.parametrize("name", ALONG)
+def test_what_runs_along_the_batch_must_not_be_split(name: str) -> None:
+    assert traced(ALONG[name]).split_reason

@@ -225,6 +225,19 @@ def _padded_dims(eqn: Any) -> list[int]:
     return [d for d, c in enumerate(eqn.params["padding_config"]) if tuple(c) != (0, 0, 0)]
 
 
+def _transformed_dims(eqn: Any) -> list[int]:
+    rank = len(eqn.invars[0].aval.shape)
+    return list(range(rank - len(eqn.params["fft_lengths"]), rank))
+
+
+def _window_dims(eqn: Any) -> list[int]:
+    """Dimensions that a pooling window moves along, skips or fills up."""
+    p = eqn.params
+    dilations = zip(p["base_dilation"], p["window_dilation"], strict=True)
+    still = zip(p["window_dimensions"], p["window_strides"], p["padding"], dilations, strict=True)
+    return [d for d, (w, s, pad, dilated) in enumerate(still) if (w, s, tuple(pad), dilated) != (1, 1, (0, 0), (1, 1))]
+
+
 def _conv(eqn: Any, operands: list[Kind], grown: tuple[int, ...], scaled: bool) -> Kind:
     if operands[1].name != "const" or operands[0].dim != eqn.params["dimension_numbers"].lhs_spec[0]:
         return mixed(eqn, "a convolution over the batch")
@@ -252,4 +265,6 @@ RULES: dict[str, Callable[..., Kind]] = {
     "dynamic_slice": _touches_batch(_sliced_dims),
     "dynamic_update_slice": _touches_batch(_sliced_dims),
     "pad": _touches_batch(_padded_dims),
+    "fft": _touches_batch(_transformed_dims),
+    **dict.fromkeys(("reduce_window_sum", "reduce_window_max", "reduce_window_min"), _touches_batch(_window_dims)),
 }

@@ -11,6 +11,7 @@ from flax import linen as nn
 
 from uniap_jax.core.reference import reference_gradients
 from uniap_jax.frontend import mark_layer, trace
+from uniap_jax.frontend.cut import _periods
 
 TOKENS = jnp.arange(64).reshape(8, 8) % 13
 
@@ -239,3 +240,14 @@ def test_logits_do_not_cross_between_layers():
     graph = trace(step, params, TOKENS)
     assert all(graph.values[v].shape in ((8, 8, 16), ()) for layer in graph.layers for v in layer.writes)
     assert graph.layers[-1].params
+
+
+def test_distances_of_equal_blocks_are_few_and_found():
+    block = np.r_[np.arange(20), np.arange(12), np.arange(20)]
+    counts = []
+    for depth in (10, 100, 400):
+        ids = np.r_[np.arange(7), np.tile(block, depth), 50 + np.arange(9)]
+        periods = _periods(ids)
+        assert len(block) in periods
+        counts.append(len(periods))
+    assert counts[1] == counts[2] <= 200, "as many to try at any depth"

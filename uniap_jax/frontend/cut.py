@@ -29,6 +29,7 @@ MAX_WIDTH = 12
 PIECE = 1 / 8  # of the work: what unequal layers are gathered up to
 MAX_SPREAD = 16  # times the bytes at the edges of a region: a place that more crosses is not cut
 MIN_RUN = 0.05  # of the work: a lighter run of equal neighbours is not worth telling apart
+REPEATS = 32  # of one structure of equation in a layer of a run
 NOTHING = 1e-4  # of the work: joins a neighbour whatever that breaks
 
 
@@ -195,7 +196,7 @@ def _best_run(work: Work, ids: np.ndarray, low: int, high: int, level: int) -> t
     sums = np.concatenate([[0.0], np.cumsum(work.weight)])
     least = MIN_RUN * sums[-1]
     best: tuple[float, int, int, int] | None = None
-    for period in range(1, (high - low) // 2 + 1):
+    for period in _periods(ids[low:high]):
         equal = ids[low : high - period] == ids[low + period : high]
         if np.count_nonzero(equal) < period:
             continue
@@ -210,6 +211,19 @@ def _best_run(work: Work, ids: np.ndarray, low: int, high: int, level: int) -> t
             if share > least and (best is None or share > best[0] * 1.02):
                 best = (share, start, period, count)
     return None if best is None else best[1:]
+
+
+def _periods(ids: np.ndarray) -> list[int]:
+    """Distances at which equations repeat, those of every equation with the next `REPEATS` of its structure.
+
+    One that a layer holds no more than `REPEATS` times is found at the length of the layer.
+    """
+    order = np.argsort(ids, kind="stable")
+    found: set[int] = set()
+    for k in range(1, min(REPEATS, len(ids) - 1) + 1):
+        same = ids[order[k:]] == ids[order[:-k]]
+        found.update(np.unique((order[k:] - order[:-k])[same]).tolist())
+    return sorted(p for p in found if p <= len(ids) // 2)
 
 
 def _stretches(equal: np.ndarray) -> list[tuple[int, int]]:

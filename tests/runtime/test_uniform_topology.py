@@ -16,14 +16,18 @@ from uniap_jax.runtime.verify import verify
 pytest.importorskip("libtpu", reason="the TPU compiler comes with jax[tpu]")
 
 
-@pytest.fixture(scope="module")
-def chips() -> list[Any]:
+def topology(name: str) -> list[Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TPU_SKIP_MDS_QUERY", "1")
         patch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
         from jax.experimental import topologies
 
-        return list(topologies.get_topology_desc(platform="tpu", topology_name="v5e:4x4").devices)
+        return list(topologies.get_topology_desc(platform="tpu", topology_name=name).devices)
+
+
+@pytest.fixture(scope="module")
+def chips() -> list[Any]:
+    return topology("v5e:4x4")
 
 
 def program(chips: list[Any], *, scan: bool, schedule: str, strategy: str = "data=2,tensor=2") -> UniformProgram:
@@ -55,6 +59,12 @@ def check(step: UniformProgram) -> None:
 )
 def test_equal_stages_compile_for_sixteen_tpu_chips(chips: list[Any], scan: bool, schedule: str) -> None:
     check(program(chips, scan=scan, schedule=schedule))
+
+
+def test_equal_stages_compile_for_a_cube_of_tpu_chips() -> None:
+    devices = topology("v5p:2x2x4")
+    assert len(devices) == 16
+    check(program(devices, scan=True, schedule="one_f_one_b"))
 
 
 def test_equal_stages_lower_for_sixteen_tpu_chips(chips: list[Any]) -> None:

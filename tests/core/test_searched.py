@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 
 import jax
@@ -42,7 +43,7 @@ DENSE = [(attention, HEADS), (network, {"up": (E, F), "down": (F, E)})]
 EXPERTS = [(attention, HEADS), (mixture, {"router": (E, X), "up": (X, E, F), "down": (X, F, E)})]
 
 
-def traced(blocks):
+def traced(blocks, shape=(B, S, E)):
     tx = optax.adam(1e-2)
 
     def step(state, x):
@@ -57,7 +58,7 @@ def traced(blocks):
         return (optax.apply_updates(state[0], updates), opt), value
 
     params = [{n: jax.ShapeDtypeStruct(s, np.float32) for n, s in shapes.items()} for _, shapes in blocks]
-    return uniap_jax.trace(step, (params, jax.eval_shape(tx.init, params)), jax.ShapeDtypeStruct((B, S, E), np.float32))
+    return uniap_jax.trace(step, (params, jax.eval_shape(tx.init, params)), jax.ShapeDtypeStruct(shape, np.float32))
 
 
 @pytest.fixture(scope="module")
@@ -129,3 +130,37 @@ def test_the_optimum_is_that_of_the_full_space(name, request):
     needed = least(Everything)
     assert least(StrategySpace) == needed
     assert optimum(StrategySpace, "90%") == pytest.approx(optimum(Everything, "90%"), rel=1e-9)
+
+
+WIDE = dict.fromkeys("qkv", (1024, 16, 64)) | {"o": (16, 64, 1024)}
+LARGE = {
+    "dense": [(attention, WIDE), (network, {"up": (1024, 4096), "down": (4096, 1024)})],
+    "experts": [
+        (attention, WIDE),
+        (mixture, {"router": (1024, 8), "up": (8, 1024, 4096), "down": (8, 4096, 1024)}),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_the_optimum_is_that_of_the_full_space_where_memory_is_tight(name):
+    """Between the least memory that any plan fits in and what the fastest plan needs; four micro-batches."""
+    graph, cluster = traced(LARGE[name], (16, 512, 1024)), load_cluster("h100:4")
+    models = {}
+    for kind in (StrategySpace, Everything):
+        models[kind] = TableModel(graph, cluster, None, keeps=KEEPS)
+        models[kind]._space = kind(models[kind].graph, KEEPS)
+
+    def optimum(kind, limit):
+        costs = copy.copy(models[kind])
+        costs.cluster = replace(cluster, memory_limit=limit)
+        plan = uniap_jax.solve(costs, num_stages=1, num_microbatches=4, baselines=False, why=False, executor="stages")
+        return plan.prediction
+
+    with pytest.raises(InfeasibleError) as refused:
+        optimum(Everything, 1)
+    least, most = refused.value.needed_bytes, optimum(Everything, "90%").peak_bytes[0]
+    for share in (0.02, 0.05, 0.5):
+        limit = int(least + share * (most - least))
+        found, best = (optimum(kind, limit).step_time_s for kind in (StrategySpace, Everything))
+        assert found == pytest.approx(best, rel=1e-9), share

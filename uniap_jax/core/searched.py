@@ -5,7 +5,8 @@ Left out for every layer:
 - ZeRO 1: ZeRO 2 sends the same gradients (a scatter rather than a sum) and holds fewer of them.
 - ZeRO 2, and a split sequence, beside both data and fsdp ways: a hybrid is there for the gathers of ZeRO 3 to stay
   among near devices, and ZeRO 2 gathers once a step.
-- ZeRO 2 with tensor ways in a model with experts, so that what experts add stays few.
+- in a model with experts, so that what they add stays few: ZeRO 2 with a split sequence where all is kept, and data
+  beside fsdp ways with tensor ways or recomputation.
 - experts beside fsdp or tensor ways, and context ways: legal when asked for.
 
 Left out for one layer: what it does not allow. Fsdp ways that find nothing to split are not measured, for data ways
@@ -55,7 +56,14 @@ def searched_strategies(graph: LayerGraph, num_devices: int, *, keeps: tuple[str
             "ZeRO 2 or a split sequence beside both data and fsdp ways",
             lambda s: s.data > 1 and s.fsdp > 1 and (s.zero == 2 or s.sequence),
         ),
-        ("ZeRO 2 with tensor ways where experts can be split", lambda s: experts and s.zero == 2 and s.tensor > 1),
+        (
+            "ZeRO 2 with a split sequence and all kept, where experts can be split",
+            lambda s: experts and s.zero == 2 and s.sequence and s.keep == "all",
+        ),
+        (
+            "data beside fsdp ways, with tensor ways or recomputation, where experts can be split",
+            lambda s: experts and s.data > 1 and s.fsdp > 1 and (s.tensor > 1 or s.keep != "all"),
+        ),
         ("experts beside fsdp or tensor ways", lambda s: s.expert > 1 and s.fsdp * s.tensor > 1),
     )
     listed, left_out = list(full), []

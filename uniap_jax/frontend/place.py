@@ -139,7 +139,10 @@ def _beside_readers(
         for ahead, here in pairwise(reading):
             apart = heavy[here[0][0]] - heavy[ahead[0][0]] >= APART
             copied = i in wide or here[1] >= len(heavy) - 1
-            groups.append([here]) if apart and copied else groups[-1].append(here)
+            if apart and copied:
+                groups.append([here])
+            else:
+                groups[-1].append(here)
         for group in groups[1:]:
             _copy(eqns, i, [r for _, r in group], readers)
             places[len(eqns) - 1] = _ahead(group[0][0], i)
@@ -231,9 +234,10 @@ def _running_sums(
                 else:
                     terms.append(a)
         born = [(-1, 0, -1) if isinstance(a, Literal) or a not in made else places.get(made[a].eqn) for a in terms]
-        if any(b is None for b in born):
+        known = [b for b in born if b is not None]
+        if len(known) < len(born):
             continue
-        terms = [a for _, _, a in sorted(zip(born, range(len(terms)), terms, strict=True), key=lambda t: t[:2])]
+        terms = [terms[k] for k in sorted(range(len(terms)), key=lambda k: (known[k], k))]
         total = terms[0]
         for k, a in enumerate(terms[1:]):
             out = eqns[root].outvars[0] if k == len(terms) - 2 else fresh_like(eqns[root].outvars[0])

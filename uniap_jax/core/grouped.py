@@ -17,6 +17,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from uniap_jax.core.dim_classes import ClassBuilder
+from uniap_jax.core.dim_shape_rules import shape_of
 from uniap_jax.core.dim_walk import Walker, enter
 from uniap_jax.core.dims import TensorSplit
 from uniap_jax.core.graph import Layer
@@ -52,7 +53,7 @@ def spread_groups(layer: Layer, split: TensorSplit, mesh: Mesh | AbstractMesh, a
         if not is_grouped(eqn) or path not in whole or isinstance(eqn.invars[0], Literal):
             return [eqn]
         x, batch = eqn.invars[0], eqn.params["dimension_numbers"].lhs_spec[0]
-        spec = [axes if d == batch else PartitionSpec.UNCONSTRAINED for d in range(len(x.aval.shape))]
+        spec = [axes if d == batch else PartitionSpec.UNCONSTRAINED for d in range(len(shape_of(x)))]
         laid = fresh_like(x)
         pin = _pin(x.aval, NamedSharding(mesh, PartitionSpec(*spec)))
         return [pin.replace(invars=[x], outvars=[laid]), eqn.replace(invars=[laid, *eqn.invars[1:]])]
@@ -81,7 +82,7 @@ def _whole_features(layer: Layer, split: TensorSplit) -> set[Path]:
 
 def _at(jaxpr: Any, path: Path) -> JaxprEqn | None:
     """The equation that a path leads to; None within bodies of several branches."""
-    eqn = open_jaxpr(jaxpr).eqns[path[0]]
+    eqn: JaxprEqn = open_jaxpr(jaxpr).eqns[path[0]]
     if len(path) == 1:
         return eqn
     bodies = list(inner_jaxprs(eqn))

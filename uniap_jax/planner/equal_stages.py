@@ -131,11 +131,21 @@ def _price(cost: np.ndarray, memory: np.ndarray, limit: float) -> float:
         points = [(t, m) for t, m in zip(times, sizes, strict=True) if math.isfinite(t)]
         slopes |= {(b[0] - a[0]) / (a[1] - b[1]) for a in points for b in points if a[1] > b[1] and b[0] > a[0]}
 
-    def bound(price: float) -> float:
-        with np.errstate(invalid="ignore"):
-            return float((cost + price * memory).min(axis=1).sum()) - price * limit
+    held = np.where(np.isfinite(cost), memory, 0.0)
 
-    return max(sorted(slopes), key=bound)
+    def bound(price: float) -> float:
+        return float((cost + price * held).min(axis=1).sum()) - price * limit
+
+    # a sum of minima of lines is concave: it rises up to its highest slope and falls from there on
+    ordered = sorted(slopes)
+    low, high = 0, len(ordered) - 1
+    while low < high:
+        middle = (low + high) // 2
+        if bound(ordered[middle]) < bound(ordered[middle + 1]):
+            low = middle + 1
+        else:
+            high = middle
+    return ordered[low]
 
 
 def _looks(tables: EqualTables) -> list[list[int]]:

@@ -15,6 +15,7 @@ from itertools import pairwise
 from typing import Any
 
 from uniap_jax.core.dim_rules import ELEMENTWISE
+from uniap_jax.core.dim_shape_rules import shape_of
 from uniap_jax.core.jax_compat import Literal, Var, fresh_like
 from uniap_jax.core.jaxprs import inner_jaxprs, variables
 from uniap_jax.frontend.cut import HEAVY
@@ -67,7 +68,7 @@ def _light(eqn: Any) -> bool:
 
 
 def _elements(var: Any) -> int:
-    return math.prod(var.aval.shape)
+    return math.prod(shape_of(var))
 
 
 def _made(loss: LossTape) -> dict[Var, _Made]:
@@ -173,7 +174,7 @@ def _penalties(
     uses = _uses(eqns, made, readers)
     born = {v: i for i, e in enumerate(eqns) for v in e.outvars}
     for v, m in made.items():
-        if not m.light or len(m.params) != 1 or v.aval.shape != () or not readers[v]:
+        if not m.light or len(m.params) != 1 or shape_of(v) != () or not readers[v]:
             continue
         use = uses.get(next(iter(m.params)))
         chain = _own(eqns, made, readers, v)
@@ -220,7 +221,7 @@ def _running_sums(
 ) -> _Sums:
     """Adds moved scalars up in the order in which they are made, so that one of them is alive between two layers."""
     sums, replaced, results = list[tuple[Place, Any]](), set[int](), set(variables(loss.results))
-    adds = {m.eqn for v, m in made.items() if eqns[m.eqn].primitive.name == "add" and v.aval.shape == ()}
+    adds = {m.eqn for v, m in made.items() if eqns[m.eqn].primitive.name == "add" and shape_of(v) == ()}
     for root in sorted(adds, reverse=True):
         reading = readers[eqns[root].outvars[0]]
         if root in replaced or (reading and all(r in adds for r in reading)):

@@ -246,7 +246,7 @@ def _decoder_layers(plan: Plan) -> set[int]:
     groups: dict[str, list[int]] = {}
     for index, layer in enumerate(plan.layers):
         groups.setdefault(re.sub(r"\d+", "", layer.name), []).append(index)
-    return set(max(groups.values(), key=lambda group: len(group)))
+    return set(sorted(groups.values(), key=len, reverse=True)[0])
 
 
 def jaxpp_stages(plan: Plan, layer: int | None = None) -> JaxppStages:

@@ -113,13 +113,9 @@ class TableModel:
         if self.profile:
             counts = ", ".join(f"{n} {k}" for k, n in self.profile.counts().items())
             origin = f"Layer costs: {counts}; what is missing is described from {self.cluster.name}."
-        return (
-            origin,
-            self._space.note(self.num_devices),
-            *self._refused,
-            *self._describer.notes,
-            *(self.profile.notes if self.profile else self.cluster.notes),
-        )
+        others = self.profile.notes if self.profile else self.cluster.notes
+        told = (origin, self._space.note(self.num_devices), *self._refused, *self._describer.notes, *others)
+        return tuple(dict.fromkeys(told))
 
     @property
     def split_reason(self) -> str:

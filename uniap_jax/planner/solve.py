@@ -151,11 +151,12 @@ class Run:
                 refusal=self.refusal,
             )
             result = search.run(candidates)
-            if result.best is None:
-                self.table[name] = None
+            if result.best is None and not result.complete:
+                self.notes.append(f"baseline {name} found no plan in the time it had")
                 continue
-            self.table[name] = result.best.value
-            self.incumbent.take(result.best)
+            self.table[name] = None if result.best is None else result.best.value
+            if result.best is not None:
+                self.incumbent.take(result.best)
 
 
 def solve(

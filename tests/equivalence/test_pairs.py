@@ -19,6 +19,8 @@ from uniap_jax import frontend, runtime
 from uniap_jax.core.graph import LayerGraph
 
 STEPS = 2
+STATISTICS_ATOL = 3 * GRAD_ATOL
+"""Ahead of a batch normalisation gradients cancel: one device's own are up to 3e-6 from those in 64 bits."""
 TWO = {
     "data": "data=2",
     "fsdp": "fsdp=2",
@@ -77,11 +79,12 @@ def test_as_one_device(cell: dict[str, Any]) -> None:
     batch = towers.batch()
     state, metrics = run_steps(step, step.place(found.make_state(), batch), batch, STEPS)
     low = cell["feature"] == "bf16"
+    exact = STATISTICS_ATOL if cell["feature"] == "batch_stats" else GRAD_ATOL
     for got, want in zip(jax.tree.leaves(metrics), jax.tree.leaves(expected), strict=True):
         assert got.dtype == want.dtype
-        rtol, atol = (BF16_RTOL, BF16_RTOL) if low else (LOSS_RTOL, GRAD_ATOL)
+        rtol, atol = (BF16_RTOL, BF16_RTOL) if low else (LOSS_RTOL, exact)
         np.testing.assert_allclose(np.float64(got), np.float64(want), rtol=rtol, atol=atol)
-    assert worst(numbers(state), expected_state) <= (BF16_RTOL if low else GRAD_ATOL)
+    assert worst(numbers(state), expected_state) <= (BF16_RTOL if low else exact)
 
 
 def test_the_cells_hold_every_pair() -> None:

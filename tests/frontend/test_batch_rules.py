@@ -36,11 +36,15 @@ INSIDE: dict[str, Loss] = {
     "own place": lambda w, b: (logits(w, b).at[jnp.arange(b["x"].shape[0]), b["label"]].mul(3.0) ** 2).mean(),
     "each by itself": lambda w, b: (jax.vmap(lambda row, i: row.at[i].set(0.0))(logits(w, b), b["label"]) ** 2).mean(),
     "ctc": ctc,
-    "pooled": lambda w, b: (jax.lax.reduce_window(logits(w, b), -9.0, jax.lax.max, (1, 2), (1, 1), "SAME") ** 2).mean(),
+    "pooled": lambda w, b: (
+        jax.lax.reduce_window(logits(w, b), -jnp.inf, jax.lax.max, (1, 2), (1, 1), "SAME") ** 2
+    ).mean(),
     "transformed": lambda w, b: (jnp.abs(jnp.fft.fft(logits(w, b))) ** 2).mean(),
 }
 ALONG: dict[str, Loss] = {
-    "pooled": lambda w, b: (jax.lax.reduce_window(logits(w, b), -9.0, jax.lax.max, (2, 1), (1, 1), "SAME") ** 2).mean(),
+    "pooled": lambda w, b: (
+        jax.lax.reduce_window(logits(w, b), -jnp.inf, jax.lax.max, (2, 1), (1, 1), "SAME") ** 2
+    ).mean(),
     "transformed": lambda w, b: (jnp.abs(jnp.fft.fft(logits(w, b), axis=0)) ** 2).mean(),
 }
 ACROSS: dict[str, Loss] = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from typing import Any
 
 import jax
@@ -12,6 +12,7 @@ import optax
 import pytest
 
 import uniap_jax as uniap
+from uniap_jax import cost_model, planner
 from uniap_jax.core.strategy import parse_strategy
 
 WIDTH = 256
@@ -30,10 +31,14 @@ def train_step(state: Any, batch: Any) -> Any:
 
 
 def planned(strategy: str, **pins: Any) -> uniap.Plan:
+    return priced(strategy, **pins)[1]
+
+
+def priced(strategy: str, **pins: Any) -> tuple[Any, uniap.Plan]:
     params = {name: jnp.zeros((WIDTH, WIDTH)) for name in ("a", "b")}
     graph = uniap.trace(train_step, {"params": params, "opt": TX.init(params)}, np.ones((8, WIDTH), np.float32))
     costs = uniap.estimate(graph, uniap.local_cluster(jax.devices()[:4]))
-    return uniap.solve(costs, strategy=parse_strategy(strategy), **pins)
+    return costs, uniap.solve(costs, strategy=parse_strategy(strategy), **pins)
 
 
 @pytest.mark.parametrize(
@@ -48,6 +53,16 @@ def test_state_of_one_stage_by_hand(strategy: str, held: int, split: int) -> Non
     assert parts.optimizer == 2 * whole / split  # Adam's two moments
     assert sum(astuple(parts)) == pytest.approx(plan.prediction.peak_bytes[0])
     assert min(astuple(parts)) >= 0
+
+
+def test_a_peak_over_the_limit_is_told() -> None:
+    """The search's sums may fit where the largest layer's working memory does not."""
+    model, plan = priced("data=4", num_stages=1, num_microbatches=1)
+    assert not any("working memory" in note for note in plan.certificate.notes)
+    sums = planner.solve(model, strategy=parse_strategy("data=4"), num_stages=1, num_microbatches=1)
+    limit = 0.9 * plan.prediction.peak_bytes[0]
+    tight = replace(sums, prediction=replace(sums.prediction, capacity_bytes=(limit,)))
+    assert any("working memory" in note for note in cost_model.with_memory_parts(model, tight).certificate.notes)
 
 
 def test_stages_hold_their_own_layers() -> None:

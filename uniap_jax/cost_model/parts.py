@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from uniap_jax.core.costs import Candidate
+from uniap_jax.core.costs import MEMORY_TOLERANCE, Candidate
 from uniap_jax.core.plan import MemoryParts, Plan
+from uniap_jax.core.plan_text import format_bytes
 from uniap_jax.core.sharding import axis_sizes, layer_sharding, shard_bytes
 from uniap_jax.core.strategy import Strategy
 from uniap_jax.cost_model.assemble import TableModel
@@ -20,8 +21,8 @@ def with_memory_parts(model: TableModel, plan: Plan) -> Plan:
     """The plan with its predicted peaks as its layers add up, and taken apart.
 
     The tables spread working memory and what arrives at a stage over its layers, for sums are all that they can hold.
-    Here a stage has the working memory of its largest layer, and what it really reads. Unchanged where one program
-    holds all stages.
+    Here a stage has the working memory of its largest layer, and what it really reads; the certificate says so where
+    that is over the limit. Unchanged where one program holds all stages.
     """
     if len(plan.prediction.peak_bytes) != plan.num_stages or (plan.executor == "program" and plan.num_stages > 1):
         return plan
@@ -29,7 +30,23 @@ def with_memory_parts(model: TableModel, plan: Plan) -> Plan:
     peaks = tuple(_peak(model, plan, stage, columns) for stage in range(plan.num_stages))
     plan = replace(plan, prediction=replace(plan.prediction, peak_bytes=peaks))
     parts = tuple(_parts(model, plan, stage) for stage in range(plan.num_stages))
-    return replace(plan, prediction=replace(plan.prediction, memory=parts))
+    notes = (*plan.certificate.notes, *_over(plan))
+    return replace(
+        plan,
+        prediction=replace(plan.prediction, memory=parts),
+        certificate=replace(plan.certificate, notes=notes),
+    )
+
+
+def _over(plan: Plan) -> list[str]:
+    """A sentence for each stage whose peak is over its limit."""
+    limits = zip(plan.prediction.peak_bytes, plan.prediction.capacity_bytes, strict=True)
+    return [
+        f"stage {i} needs {format_bytes(peak)} of {format_bytes(limit)} with its largest layer's working memory, which "
+        "the tables spread over its layers: check it with --verify, or lower the memory limit and plan again"
+        for i, (peak, limit) in enumerate(limits)
+        if peak > limit * (1 + MEMORY_TOLERANCE)
+    ]
 
 
 def _candidate(plan: Plan) -> Candidate:

@@ -16,14 +16,20 @@ from uniap_jax.core.costs import CostModel
 from uniap_jax.core.errors import PlanMismatchError
 from uniap_jax.core.graph import LayerGraph
 from uniap_jax.core.plan import Plan
-from uniap_jax.core.profile import Profile
+from uniap_jax.core.profile import Key, Profile
 from uniap_jax.core.strategy import Strategy
+from uniap_jax.cost_model import TableModel
 from uniap_jax.planner import Pinning
 from uniap_jax.runtime import ParallelStep
 from uniap_jax.runtime.processes import Everyone, Group, Speakers, agree_on_plan, agree_on_program
 from uniap_jax.runtime.verify import warn
 
 log = logging.getLogger("uniap_jax")
+
+FIRST_SHARE = 0.6
+"""Of the budget, what is spent before the first search."""
+ROUNDS = 3
+"""Searches that may follow it, each after measuring what the last plan rests on."""
 
 
 def compile_plan(
@@ -115,11 +121,40 @@ def _speakers(options: Options) -> Speakers | None:
 
 def find_plan(graph: LayerGraph, options: Options) -> Plan:
     """Profile, estimate and solve for a traced step."""
-    return solve_for(price_graph(graph, options), options)
+    return settled(lambda first, share: price_graph(graph, options, first, share), lambda m: solve_for(m, options))
 
 
-def price_graph(graph: LayerGraph, options: Options) -> CostModel:
-    """Profile and estimate for a traced step."""
+def settled(price: Callable[[Sequence[Key], float], TableModel], solve: Callable[[TableModel], Plan]) -> Plan:
+    """A plan that rests on measured numbers, as far as the budget goes.
+
+    A search likes best what is underestimated. So what the plan found rests on and was not measured is measured next,
+    and the search run again.
+
+    Args:
+        price: costs, with the given entries measured first, in a share of the budget; what was measured before is kept.
+        solve: the best plan under them.
+    """
+    model = price((), FIRST_SHARE)
+    plan = solve(model)
+    for _ in range(ROUNDS):
+        wanted = cost_model.unmeasured(model, plan)
+        if not wanted:
+            break
+        log.info("measuring %d numbers that the plan rests on", len(wanted))
+        model = price(wanted, (1.0 - FIRST_SHARE) / ROUNDS)
+        plan = solve(model)
+    return plan
+
+
+def price_graph(graph: LayerGraph, options: Options, first: Sequence[Key] = (), share: float = 1.0) -> TableModel:
+    """Profile and estimate for a traced step.
+
+    Args:
+        graph: the step.
+        options: what was asked for.
+        first: entries of the profile that are measured before all others.
+        share: of the budget.
+    """
     cluster = cluster_of(options)
     measured = options.profile
     if measured is None and options.source == "measured" and cluster.num_hosts > 1:
@@ -131,7 +166,8 @@ def price_graph(graph: LayerGraph, options: Options) -> CostModel:
             devices=options.devices,
             num_stages=options.num_stages,
             num_microbatches=options.num_microbatches,
-            budget_s=options.budget_s,
+            budget_s=share * options.budget_s,
+            first=first,
             cache_dir=options.cache_dir,
             progress=options.progress,
         )

@@ -12,7 +12,6 @@ from typing import Any
 import jax
 
 import uniap_jax as uniap
-from uniap_jax.api import possible_executor
 from uniap_jax.cli.output import CHECK_FAILED, NO_PLAN_IN_TIME, NOTHING_FITS, OK, Output, UsageError, say
 from uniap_jax.cli.progress import profiling_bar, search_bar
 from uniap_jax.cli.steps import load_build
@@ -24,10 +23,12 @@ from uniap_jax.core.graph import LayerGraph
 from uniap_jax.core.observed import NOTHING, Observed
 from uniap_jax.core.plan import Plan
 from uniap_jax.core.plan_text import format_seconds
-from uniap_jax.core.profile import Profile
+from uniap_jax.core.profile import Key, Profile
 from uniap_jax.core.serialize import load, plan_to_json, profile_to_json, redacted, save
 from uniap_jax.core.strategy import parse_strategy
 from uniap_jax.core.topology import load_cluster
+from uniap_jax.cost_model import TableModel, estimate
+from uniap_jax.planning import possible_executor, settled
 from uniap_jax.report import table
 from uniap_jax.report.facts import print_check, print_facts, print_profile, print_verify
 from uniap_jax.report.scalars import step_scalars, write_scalars
@@ -278,7 +279,9 @@ def _cluster(options: Namespace) -> Cluster:
     return local_cluster(memory_limit=options.memory_limit)
 
 
-def _profile(options: Namespace, graph: LayerGraph, cluster: Cluster) -> Profile:
+def _profile(
+    options: Namespace, graph: LayerGraph, cluster: Cluster, first: Sequence[Key] = (), share: float = 1.0
+) -> Profile:
     source = options.source or ("described" if options.topology else "measured")
     if source == "measured" and options.topology:
         raise UsageError(
@@ -289,10 +292,15 @@ def _profile(options: Namespace, graph: LayerGraph, cluster: Cluster) -> Profile
             "--source compiled is for devices that are not here; name them, for example --topology v5e:4x4, or use "
             "--source measured"
         )
-    budget_s = options.budget or BUDGETS_S[source]
     with profiling_bar() as progress:
         return uniap.profile(
-            graph, cluster, source=source, budget_s=budget_s, cache_dir=options.cache_dir, progress=progress
+            graph,
+            cluster,
+            source=source,
+            budget_s=share * (options.budget or BUDGETS_S[source]),
+            first=first,
+            cache_dir=options.cache_dir,
+            progress=progress,
         )
 
 
@@ -318,12 +326,18 @@ def _layer_pins(pairs: Sequence[tuple[str, str]]) -> dict[str, str]:
 
 def _plan(options: Namespace, graph: LayerGraph, cluster: Cluster, *, top_k: int = 1) -> Plan:
     source = options.source or ("described" if options.topology else "measured")
-    # described numbers are made as the search asks for them
-    found = None if source == "described" else _profile(options, graph, cluster)
-    costs = uniap.estimate(graph, cluster, found)
     pins = {**_pins(options), "executor": possible_executor(options.executor, cluster)}
-    with search_bar() as progress:
-        return uniap.solve(costs, time_limit_s=options.time_limit, progress=progress, top_k=top_k, **pins)
+
+    def price(first: Sequence[Key], share: float) -> TableModel:
+        # described numbers are made as the search asks for them
+        found = None if source == "described" else _profile(options, graph, cluster, first, share)
+        return estimate(graph, cluster, found)
+
+    def solve_for(costs: TableModel) -> Plan:
+        with search_bar() as progress:
+            return uniap.solve(costs, time_limit_s=options.time_limit, progress=progress, top_k=top_k, **pins)
+
+    return settled(price, solve_for)
 
 
 def _load(path: str) -> Plan:

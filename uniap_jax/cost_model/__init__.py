@@ -7,8 +7,9 @@ from uniap_jax.core.machine import Cluster
 from uniap_jax.core.profile import Profile
 from uniap_jax.cost_model.assemble import TableModel
 from uniap_jax.cost_model.parts import with_memory_parts
+from uniap_jax.cost_model.unmeasured import unmeasured
 
-__all__ = ["TableModel", "estimate", "with_memory_parts"]
+__all__ = ["TableModel", "estimate", "unmeasured", "with_memory_parts"]
 
 
 def estimate(

@@ -247,10 +247,9 @@ class TableModel:
                 f"{len(self.graph.layers)} layers; use one of "
                 f"{[d for d in divisors(self.num_devices) if d <= len(self.graph.layers)]}"
             )
-        splits = self._describer.untried_splits
-        if pieces not in splits:
+        if pieces not in self._describer.untried_splits:
             why = self.graph.split_reason or f"it must divide the batch of {self.batch_size}"
-            raise ValueError(f"{pieces} micro-batches: {why}; use one of {list(splits)}")
+            raise ValueError(f"{pieces} micro-batches: {why}; use one of {list(self._describer.untried_splits)}")
 
     def _reason(self, layer: Layer, strategy: Strategy, pieces: int) -> str:
         key = (layer.signature, strategy, pieces)
@@ -264,19 +263,21 @@ class TableModel:
                 self._reasons[key] = str(error)
         return self._reasons[key]
 
+    def entry(self, layer: Layer, strategy: Strategy, samples: int) -> Key:
+        """Where a profile has the cost of a layer."""
+        return Key(signature=layer.signature, strategy=str(self._space.twin(layer, strategy)), samples=samples)
+
     def _cost(self, layer: Layer, strategy: Strategy, samples: int, fused: bool) -> LayerCost:
         key = (layer.signature, strategy, samples, fused)
         if key not in self._costs:
-            measured = str(self._space.twin(layer, strategy))
-            known = self._entries.get(Key(signature=layer.signature, strategy=measured, samples=samples))
+            known = self._entries.get(self.entry(layer, strategy, samples))
             self._costs[key] = known or self._describer.cost(layer, strategy, samples=samples, fused=fused)
         return self._costs[key]
 
     def _seconds(self, layer: Layer, strategy: Strategy, cost: LayerCost, candidate: Candidate) -> tuple[float, float]:
         """Per micro-batch and per step."""
         stages = candidate.num_stages
-        busy = busy_factor(candidate, self._slowdown(stages))
-        per_piece, per_step = cost.time_s * busy, cost.sync_s * busy
+        per_piece, per_step = (t * busy_factor(candidate, self._slowdown(stages)) for t in (cost.time_s, cost.sync_s))
         if candidate.num_microbatches == 1 or not self._syncs_once(layer, strategy):
             per_piece, per_step = per_piece + per_step, 0.0
         if stages > 1:

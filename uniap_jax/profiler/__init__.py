@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ def profile(
     num_microbatches: int | Sequence[int] | str = "auto",
     keeps: tuple[str, ...] = ("all", "inputs"),
     budget_s: float = 120.0,
+    first: Collection[Key] = (),
     cache_dir: str | Path | None = None,
     devices: Sequence[Any] | None = None,
     progress: Callable[[int, int, str], None] | None = None,
@@ -59,6 +60,7 @@ def profile(
         num_microbatches: micro-batches to cover; "auto" for every divisor of the batch.
         keeps: what strategies may keep for the backward pass.
         budget_s: seconds to spend on compiling and timing; results in the cache cost none of it.
+        first: entries to measure before all others.
         cache_dir: where results are kept; the user's cache folder where None.
         devices: to measure on, in the order stages take them; the first of `jax.devices()` where None.
         progress: called with what is done, how much there is, and what is being measured.
@@ -89,7 +91,7 @@ def profile(
         absent = _absent_stages(cluster, found)
         cycle_s = measure_cycle(cluster, next(iter(absent.values())), cache)
         prober, workers = Compiler(describer=describer, devices=absent, cycle_s=cycle_s, cache=cache), usable_cores()
-    ranked = by_value(found, describer)
+    ranked = by_value(found, describer, first)
     footprinter = Footprinter(describer=describer, prober=prober)
     footprints = run_entries(
         by_variety(ranked, describer.graph),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from uniap_jax.core.described import Describer, cut_batch, divisors
@@ -87,19 +87,23 @@ def _legal(graph: LayerGraph, layer: Layer, strategy: Strategy) -> bool:
         return False
 
 
-def by_value(found: Sequence[Entry], describer: Describer) -> list[Entry]:
+def by_value(found: Sequence[Entry], describer: Describer, first: Collection[Key] = ()) -> list[Entry]:
     """Entries in the order they are worth measuring.
 
-    First the plain strategies (all data, all fsdp, all tensor) of the layers that take most of the time, for few and
-    for many stages, at the micro-batch such a pipeline would use; then recompute; then other batch sizes; then
-    mixtures. Entries of one rank come layer by layer, the dearest first.
+    Those asked for before all others. Then the plain strategies (all data, all fsdp, all tensor) of the layers that
+    take most of the time, for few and for many stages, at the micro-batch such a pipeline would use; then
+    recompute; then other batch sizes; then mixtures. Entries of one rank come layer by layer, the dearest first.
     """
     weight = _weights(describer)
     total = sum(weight.values())
     pieces: dict[tuple[int, Strategy], list[int]] = {}
     for e in found:
         pieces.setdefault((e.layer, e.strategy), []).append(e.num_microbatches)
-    return sorted(found, key=lambda e: _rank(e, pieces[e.layer, e.strategy], weight[e.layer] / total))
+
+    def order(e: Entry) -> tuple[bool, tuple[int, int, int, float]]:
+        return e.key not in first, _rank(e, pieces[e.layer, e.strategy], weight[e.layer] / total)
+
+    return sorted(found, key=order)
 
 
 def _weights(describer: Describer) -> dict[int, float]:

@@ -1,0 +1,100 @@
+"""What a plan rests on is measured before the plan is taken."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import uniap_jax as uniap
+from uniap_jax import cost_model, planning
+from uniap_jax.core.described import Describer
+from uniap_jax.core.graph import LayerGraph
+from uniap_jax.core.plan import Plan
+from uniap_jax.core.profile import Key, Profile
+from uniap_jax.cost_model import TableModel
+from uniap_jax.profiler.order import by_value, entries
+
+
+@pytest.fixture(scope="module")
+def graph() -> LayerGraph:
+    def loss(weights, x):
+        for w in weights:
+            x = jnp.tanh(x @ w)
+        return (x**2).mean()
+
+    def step(weights, x):
+        value, grads = jax.value_and_grad(loss)(weights, x)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, grads), value
+
+    return uniap.trace(step, [jnp.zeros((64, 64))] * 2, np.ones((8, 64), np.float32))
+
+
+@pytest.fixture(scope="module")
+def described(graph: LayerGraph) -> Profile:
+    return uniap.profile(graph, uniap.local_cluster(jax.devices()[:4]), source="described")
+
+
+def found_out(profile: Profile, measured: Collection[Key]) -> Profile:
+    """Everything takes four times as long as is thought before it is measured, but for what is kept in pieces."""
+
+    def cost(key, thought):
+        if key not in measured:
+            return replace(thought, origin="scaled")
+        times = {n: getattr(thought, n) * (1.0 if "fsdp" in key.strategy else 4.0) for n in ("forward_s", "backward_s")}
+        return replace(thought, origin="measured", **times)
+
+    return replace(profile, source="measured", entries=tuple((k, cost(k, c)) for k, c in profile.entries))
+
+
+def solved(costs: TableModel) -> Plan:
+    return uniap.solve(costs, num_stages=1, num_microbatches=1, baselines=False, why=False)
+
+
+def test_a_plan_that_rests_on_measured_numbers_is_the_best_under_all_of_them(graph, described, monkeypatch):
+    """Numbers that are too low until they are measured mislead no one who measures what a plan rests on."""
+    monkeypatch.setattr(planning, "ROUNDS", 200)
+    cluster, measured, shares = uniap.local_cluster(jax.devices()[:4]), set[Key](), list[float]()
+
+    def price(first: Sequence[Key], share: float) -> TableModel:
+        assert not measured.intersection(first)
+        measured.update(first)
+        shares.append(share)
+        return cost_model.estimate(graph, cluster, found_out(described, measured))
+
+    plan = planning.settled(price, solved)
+    best = solved(cost_model.estimate(graph, cluster, found_out(described, described.table())))
+    assert plan.prediction.step_time_s == best.prediction.step_time_s
+    assert 1 < len(shares) < 100
+    assert len(measured) < len(described.entries)
+    assert sum(shares[1 : 1 + 200]) <= 1 - planning.FIRST_SHARE + 1e-9
+
+
+def test_the_budget_is_kept(graph, described):
+    """What cannot be measured is asked for a few times, within the budget."""
+    cluster, shares = uniap.local_cluster(jax.devices()[:4]), list[float]()
+
+    def price(first: Sequence[Key], share: float) -> TableModel:
+        shares.append(share)
+        return cost_model.estimate(graph, cluster, found_out(described, ()))
+
+    planning.settled(price, solved)
+    assert len(shares) == 1 + planning.ROUNDS
+    assert sum(shares) == pytest.approx(1.0)
+
+
+def test_described_numbers_are_not_to_be_measured(graph, described):
+    costs = cost_model.estimate(graph, uniap.local_cluster(jax.devices()[:4]), described)
+    assert cost_model.unmeasured(costs, solved(costs)) == ()
+
+
+def test_what_is_asked_for_is_measured_first(graph):
+
+    describer = Describer(graph, uniap.local_cluster(jax.devices()[:4]))
+    every = entries(describer, num_stages="auto", num_microbatches="auto", keeps=("all", "inputs"))
+    last = by_value(every, describer)[-1]
+    assert by_value(every, describer, (last.key,))[0] == last

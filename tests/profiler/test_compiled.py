@@ -87,7 +87,7 @@ def test_what_the_compiler_cannot_fit_is_a_fact_other_failures_are_notes(graph, 
     cluster = load_cluster("v5e:2x2")
     describer = Describer(graph, cluster)
     entry = entries(describer, num_stages=1, num_microbatches=1, keeps=("all",))[0]
-    devices = {1: stage_devices(cluster, 1)}
+    devices = {4: stage_devices(cluster, 1)}
     for message, origin in (("RESOURCE_EXHAUSTED: 9 GiB", "does_not_fit"), ("INTERNAL: broken", None)):
         compiler = Compiler(describer=describer, devices=devices, cycle_s=1e-9, cache=Cache(tmp_path / message[:4]))
 

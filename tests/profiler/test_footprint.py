@@ -74,7 +74,10 @@ def _block(graph):
 
 
 def test_recomputed_layers_are_alive_together(describer):
-    """XLA's CPU compiler drops the barriers of `jax.checkpoint`: one more layer adds what it computes again."""
+    """The CPU compiler of jax 0.10 drops the barriers of `jax.checkpoint`: one more layer adds what it computes again.
+
+    That of jax 0.12 computes this layer again in time.
+    """
     graph = describer.graph
     first = graph.unique[_block(graph)][0]
     wanted = replica("keep=inputs", 4, layer=first)
@@ -84,7 +87,7 @@ def test_recomputed_layers_are_alive_together(describer):
     case = Case(graph=cut, layer=cut.layers[first], strategy=wanted.strategy, mesh=make_mesh(jax.devices()[:1]))
     found = measure_footprint(case, wanted, told, weights)
     hidden = 4 * cost_support.HIDDEN * 4
-    assert found.marginal_bytes >= weights.grads + hidden
+    assert found.marginal_bytes >= weights.grads + (hidden if jax.__version_info__ < (0, 11) else 0)
     assert found.kept_bytes <= hidden
 
 

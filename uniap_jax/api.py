@@ -70,7 +70,7 @@ def profile(
         cluster: the devices; those of this process by default.
         source: "measured" on the devices, or "described" from published rates without compiling anything.
         devices: which of this process's devices to measure on; all by default.
-        **options: `num_stages`, `num_microbatches`, `budget_s`, `cache_dir`, `progress` of the profiler.
+        **options: `num_stages`, `num_microbatches`, `budget_s`, `first`, `cache_dir`, `progress` of the profiler.
     """
     return profiler.profile(graph, cluster or local_cluster(devices), source=source, devices=devices, **options)
 
@@ -250,7 +250,7 @@ def parallelize(
         pin: fixes strategy or stage of layers by name, for example {"block_*": "tensor=2", "embed": 0}.
         top_k: how many plans to find; the others are `plan.certificate.alternatives`.
         memory_limit: share of a device's memory ("90%") or bytes.
-        time_limit_s: seconds for the solver.
+        time_limit_s: seconds for a search; after measuring what its plan rests on another may follow.
         budget_s: seconds for profiling.
         cache_dir: where profiles are kept; the user's cache folder by default.
         source: "measured" profiles the layers on the devices, "described" prices them from published rates.

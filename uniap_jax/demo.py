@@ -19,9 +19,11 @@ from uniap_jax.core.errors import UniapError
 from uniap_jax.core.graph import LayerGraph
 from uniap_jax.core.plan import Plan
 from uniap_jax.core.plan_text import format_seconds
-from uniap_jax.core.profile import Profile
+from uniap_jax.core.profile import Key, Profile
 from uniap_jax.core.serialize import load, plan_to_json, save
+from uniap_jax.cost_model import TableModel, estimate
 from uniap_jax.demo_gpt import FULL, Size, create_state, make_batch, train_step
+from uniap_jax.planning import settled
 from uniap_jax.profiler.cache import default_dir
 
 PROFILE_BUDGET_S = 75.0
@@ -105,12 +107,16 @@ def _make_plan(
 ) -> tuple[Plan, Any]:
     graph = api.trace(train_step, state, batch)
     cluster = local_cluster(devices)
-    profile = _known_profile(graph, cluster, tell) if source == "measured" else None
-    if profile is None:
-        profile = api.profile(graph, cluster, source=source, budget_s=PROFILE_BUDGET_S, progress=progress)
-    if source == "measured":
-        save(profile, _profile_path(graph, cluster))
-    plan = api.solve(api.estimate(graph, cluster, profile), time_limit_s=SEARCH_LIMIT_S)
+    known = _known_profile(graph, cluster, tell) if source == "measured" else None
+
+    def price(first: Sequence[Key], share: float) -> TableModel:
+        budget_s = share * PROFILE_BUDGET_S
+        found = known or api.profile(graph, cluster, source=source, budget_s=budget_s, first=first, progress=progress)
+        if source == "measured":
+            save(found, _profile_path(graph, cluster))
+        return estimate(graph, cluster, found)
+
+    plan = settled(price, lambda costs: api.solve(costs, time_limit_s=SEARCH_LIMIT_S))
     return plan, api.compile_plan(graph, plan, cluster)
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from runpy import run_path
 from typing import Any
@@ -32,7 +32,10 @@ import optax
 import uniap_jax as uniap
 from benchmarks.markdown import made_on, say
 from uniap_jax import demo_gpt
-from uniap_jax.accuracy import absent_accuracy, accuracy, report_lines
+from uniap_jax.accuracy import absent_accuracy, accuracy, diverse_plans, report_lines
+from uniap_jax.core.profile import Key
+from uniap_jax.cost_model import TableModel, estimate
+from uniap_jax.planning import informed
 
 GPT = demo_gpt.Size(num_layers=4, width=128, num_heads=4, sequence=64, batch=32)
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -90,24 +93,32 @@ def main() -> None:
     options = parser.parse_args()
     say(made_on(("jax", "numpy")))
     for name in options.models or MODELS:
-        started = time.perf_counter()
-        state, train_step, batch = MODELS[name]()
-        graph = uniap.trace(train_step, state, batch)
-        cluster = uniap.load_cluster(options.topology) if options.topology else uniap.local_cluster()
-        source = "compiled" if options.topology else "measured"
-        found = uniap.profile(graph, cluster, source=source, budget_s=options.budget)
-        costs = uniap.estimate(graph, cluster, found)
-        profiled = time.perf_counter() - started
-        if options.topology:
-            report = absent_accuracy(graph, costs, cluster, num_plans=options.plans)
-        else:
-            report = accuracy(graph, costs, (state, batch), num_plans=options.plans, rounds=options.rounds)
-        say(f"\n## {name} on {cluster.name}\n")
-        counts = ", ".join(f"{n} {k}" for k, n in found.counts().items())
-        say(f"Profile: {counts} entries; {profiled:.0f} s, then {time.perf_counter() - started - profiled:.0f} s.\n")
-        say(f"{found.notes[0]}\n")
-        for line in report_lines(report):
-            say(line)
+        compare(name, options)
+
+
+def compare(name: str, options: argparse.Namespace) -> None:
+    """Prints one table."""
+    started = time.perf_counter()
+    state, train_step, batch = MODELS[name]()
+    graph = uniap.trace(train_step, state, batch)
+    cluster = uniap.load_cluster(options.topology) if options.topology else uniap.local_cluster()
+    source = "compiled" if options.topology else "measured"
+
+    def price(first: Sequence[Key], share: float) -> TableModel:
+        found = uniap.profile(graph, cluster, source=source, budget_s=share * options.budget, first=first)
+        return estimate(graph, cluster, found)
+
+    costs, _ = informed(price, lambda model: diverse_plans(model, options.plans))
+    profiled = time.perf_counter() - started
+    if options.topology:
+        report = absent_accuracy(graph, costs, cluster, num_plans=options.plans)
+    else:
+        report = accuracy(graph, costs, (state, batch), num_plans=options.plans, rounds=options.rounds)
+    say(f"\n## {name} on {cluster.name}\n")
+    say(f"{profiled:.0f} s of profiling and searching, then {time.perf_counter() - started - profiled:.0f} s.\n")
+    say(f"{costs.notes[0]}\n")
+    for line in report_lines(report):
+        say(line)
 
 
 if __name__ == "__main__":

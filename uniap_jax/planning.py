@@ -125,25 +125,32 @@ def find_plan(graph: LayerGraph, options: Options) -> Plan:
 
 
 def settled(price: Callable[[Sequence[Key], float], TableModel], solve: Callable[[TableModel], Plan]) -> Plan:
-    """A plan that rests on measured numbers, as far as the budget goes.
+    """A plan that rests on measured numbers, as far as the budget goes; see `informed`."""
+    return informed(price, lambda model: [solve(model)])[1][0]
 
-    A search likes best what is underestimated. So what the plan found rests on and was not measured is measured next,
+
+def informed(
+    price: Callable[[Sequence[Key], float], TableModel], plans_of: Callable[[TableModel], Sequence[Plan]]
+) -> tuple[TableModel, Sequence[Plan]]:
+    """Costs under which plans rest on measured numbers, as far as the budget goes, and the plans.
+
+    A search likes best what is underestimated. So what the plans found rest on and was not measured is measured next,
     and the search run again.
 
     Args:
         price: costs, with the given entries measured first, in a share of the budget; what was measured before is kept.
-        solve: the best plan under them.
+        plans_of: the plans that matter under them.
     """
     model = price((), FIRST_SHARE)
-    plan = solve(model)
+    plans = plans_of(model)
     for _ in range(ROUNDS):
-        wanted = cost_model.unmeasured(model, plan)
+        wanted = tuple(dict.fromkeys(key for plan in plans for key in cost_model.unmeasured(model, plan)))
         if not wanted:
             break
         log.info("measuring %d numbers that the plan rests on", len(wanted))
         model = price(wanted, (1.0 - FIRST_SHARE) / ROUNDS)
-        plan = solve(model)
-    return plan
+        plans = plans_of(model)
+    return model, plans
 
 
 def price_graph(graph: LayerGraph, options: Options, first: Sequence[Key] = (), share: float = 1.0) -> TableModel:

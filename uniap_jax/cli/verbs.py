@@ -28,7 +28,7 @@ from uniap_jax.core.serialize import load, plan_to_json, profile_to_json, redact
 from uniap_jax.core.strategy import parse_strategy
 from uniap_jax.core.topology import load_cluster
 from uniap_jax.cost_model import TableModel, estimate
-from uniap_jax.planning import possible_executor, settled
+from uniap_jax.planning import informed, possible_executor, settled
 from uniap_jax.report import table
 from uniap_jax.report.facts import print_check, print_facts, print_profile, print_verify
 from uniap_jax.report.scalars import step_scalars, write_scalars
@@ -166,13 +166,17 @@ def check(options: Namespace, output: Output) -> int:
 
 def _accuracy(options: Namespace, output: Output) -> int:
     """Many plans: what was predicted beside what is measured, or compiled for devices that are not here."""
-    from uniap_jax.accuracy import absent_accuracy, accuracy, report_lines
+    from uniap_jax.accuracy import absent_accuracy, accuracy, diverse_plans, report_lines
 
     if options.plan:
         raise UsageError("--accuracy compares many plans; leave --plan out")
     state, train_step, batch = load_build(options.step)()
     graph, cluster = uniap.trace(train_step, state, batch), _cluster(options)
-    costs = uniap.estimate(graph, cluster, _profile(options, graph, cluster))
+
+    def price(first: Sequence[Key], share: float) -> TableModel:
+        return estimate(graph, cluster, _profile(options, graph, cluster, first, share))
+
+    costs, _ = informed(price, lambda model: diverse_plans(model, options.plans))
     if options.topology:
         report = absent_accuracy(graph, costs, cluster, num_plans=options.plans)
     else:

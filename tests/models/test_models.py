@@ -151,13 +151,15 @@ def test_search_stays_small_and_pins_every_zero_stage() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "fused"), [("hf_llama", ()), ("hf_gpt2", ((3, 32), (3, 32, 32))), ("flaxex_lm1b", ())]
+    ("name", "fused"),
+    [("hf_llama", ()), ("hf_gpt2", ((3, 32), (3, 1, 16, 16), (3, 16, 1, 16))), ("flaxex_lm1b", ())],
 )
 def test_tensor_parallelism_moves_what_megatron_moves(name: str, fused: tuple[tuple[int, ...], ...]) -> None:
     """Shoeybi et al., 2019, section 3: 2 all-reduces of one activation forward and 2 backward in each block.
 
-    The split vocabulary adds one forward, where the table is looked up, and one backward, below the head. What is
-    gathered are gradients of fused projections, which are stored whole, and never an activation.
+    The split vocabulary adds one forward, where the table is looked up, and one backward, below the head. What else
+    moves are parts of fused projections, stored in rows, on their way to the heads and back, and their biases'
+    gradients, and never an activation.
     """
     graph, _, _ = traced(name)
     step = uniap.compile_plan(graph, planned(graph, "data=4,tensor=2"))

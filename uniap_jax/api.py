@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import jax
 
-from uniap_jax import cost_model, frontend, planner, profiler
+from uniap_jax import cost_model, frontend, profiler
 from uniap_jax.core.cluster import Cluster, local_cluster
 from uniap_jax.core.costs import CostModel
 from uniap_jax.core.errors import PlanMismatchError, TraceError
@@ -21,7 +21,7 @@ from uniap_jax.core.strategy import Strategy, parse_strategy
 from uniap_jax.frontend.axes import bound_axis
 from uniap_jax.frontend.capture import value_and_grad
 from uniap_jax.planner import Pinning
-from uniap_jax.planning import Options, compile_plan, plan_graph, possible_executor, price_graph, solve_for
+from uniap_jax.planning import Options, compile_plan, plan_graph, possible_executor, price_graph, solve, solve_for
 from uniap_jax.runtime import ParallelStep
 from uniap_jax.runtime.monitor import Monitor, replanner
 from uniap_jax.runtime.processes import Group
@@ -46,13 +46,6 @@ log = logging.getLogger("uniap_jax")
 
 trace = frontend.trace
 mark_layer = frontend.mark_layer
-
-
-@functools.wraps(planner.solve)
-def solve(costs: CostModel, **options: Any) -> Plan:
-    """`planner.solve`, with the predicted memory taken apart for those who read the plan."""
-    plan = planner.solve(costs, **options)
-    return cost_model.with_memory_parts(costs, plan) if isinstance(costs, cost_model.TableModel) else plan
 
 
 def profile(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -181,9 +182,16 @@ def price_graph(graph: LayerGraph, options: Options, first: Sequence[Key] = (), 
     return cost_model.estimate(graph, cluster, measured)
 
 
+@functools.wraps(planner.solve)
+def solve(costs: CostModel, **options: Any) -> Plan:
+    """`planner.solve`, with the predicted memory taken apart, and told where it is over the limit after all."""
+    plan = planner.solve(costs, **options)
+    return cost_model.with_memory_parts(costs, plan) if isinstance(costs, TableModel) else plan
+
+
 def solve_for(model: CostModel, options: Options) -> Plan:
     """The best plan under the options."""
-    return planner.solve(
+    return solve(
         model,
         time_limit_s=options.time_limit_s,
         num_stages=options.num_stages,

@@ -96,7 +96,12 @@ def test_slots_take_strategies_of_their_own_where_memory_is_short(graph: Any) ->
     found = {}
     for limit in range(18000, 23000, 1000):
         try:
-            plan = solve(estimate(graph, CLUSTER.limited(limit)), executor="program", num_stages=2, num_microbatches=4)
+            plan = solve(
+                estimate(graph, replace(CLUSTER, memory_limit=limit)),
+                executor="program",
+                num_stages=2,
+                num_microbatches=4,
+            )
         except InfeasibleError:
             continue
         assert [c.strategy for c in plan.layers[2:4]] == [c.strategy for c in plan.layers[4:6]]
@@ -133,7 +138,7 @@ def test_strategies_are_pinned_and_memory_is_kept(graph: Any) -> None:
     plan = solve(costs, executor="program", num_stages=2, strategy=Strategy(fsdp=4))
     assert {choice.strategy.fsdp for choice in plan.layers} == {4}
     with pytest.raises(InfeasibleError) as error:
-        solve(estimate(graph, CLUSTER.limited(1000)), executor="program", num_stages=2)
+        solve(estimate(graph, replace(CLUSTER, memory_limit=1000)), executor="program", num_stages=2)
     assert np.isfinite(error.value.needed_bytes)
     with pytest.raises(OptionError):
         solve(costs, executor="both")

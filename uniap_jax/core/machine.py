@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from uniap_jax.core.errors import ProfileError
 
@@ -225,10 +225,6 @@ class Cluster:
                 )
             below = link.size
         raise ProfileError(f"no link of {self.name} joins devices {first} and {second}", field="links")
-
-    def limited(self, memory_limit: str | int) -> Cluster:
-        """The same devices with another memory limit."""
-        return replace(self, memory_limit=memory_limit)
 
 
 def parse_limit(limit: str | int, memory_bytes: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
@@ -20,7 +21,7 @@ OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Prober:
+class Prober(ABC):
     """Finds times of entries from their compiled programs, and remembers what went wrong; memory is as described.
 
     Attributes:
@@ -39,21 +40,21 @@ class Prober:
     notes: dict[str, None] = field(default_factory=dict)
     arrays: Arrays | None = None
 
+    @abstractmethod
     def stage(self, size: int) -> Sequence[Any]:
         """Devices of a stage of `size` devices."""
-        raise NotImplementedError
 
+    @abstractmethod
     def surroundings(self, size: int) -> dict[str, Any]:
         """What a result on `size` devices depends on besides the layer."""
-        raise NotImplementedError
 
+    @abstractmethod
     def times(self, programs: Sequence[Direction]) -> dict[str, Any]:
         """Times of an entry's programs, as they are kept in the cache."""
-        raise NotImplementedError
 
+    @abstractmethod
     def cost(self, entry: Entry, numbers: dict[str, Any], told: LayerCost) -> LayerCost:
         """The cost from numbers of the cache; `told` is the described one."""
-        raise NotImplementedError
 
     def facts(self, entry: Entry) -> dict[str, Any]:
         """The cache key of an entry."""

@@ -80,9 +80,35 @@ def test_kept_values_grow_with_what_is_in_flight(model):
     all_of_them = model.tables(Candidate(num_stages=4, num_microbatches=8, schedule="gpipe"))
     k = ahead.strategies.index(Strategy(tensor=2))
     kept = model.layer_cost(1, ahead.strategies[k], num_microbatches=8).kept_bytes
-    for i in range(4):
+    for i in range(3):  # under 1F1B the last stage is one program for both directions, and keeps otherwise
         grown = all_of_them.memory_bytes[1, i, k] - ahead.memory_bytes[1, i, k]
         assert grown == pytest.approx(kept * (8 - (4 - i)))
+
+
+def test_a_last_stage_that_turns_at_once_holds_what_one_stage_holds(graph):
+    """Under 1F1B forward and backward of the last stage are one program: that of one stage with as many samples."""
+    model = estimate(graph, load_cluster("h100:8"))
+    candidate = Candidate(num_stages=4, num_microbatches=8, schedule="one_f_one_b")
+    fused = model.stage_cost(1, Strategy(data=2), candidate, 3)
+    assert fused != model.stage_cost(1, Strategy(data=2), candidate, 2)
+    whole = fused.time_s, fused.transient_bytes
+    profile = Profile(
+        source="measured",
+        graph_fingerprint=graph.fingerprint,
+        device_kind=model.device_kind,
+        num_devices=8,
+        batch_size=graph.batch_size,
+        entries=((Key(signature=graph.layers[1].signature, strategy="data=8", samples=graph.batch_size // 2), fused),),
+    )
+    measured = estimate(graph, load_cluster("h100:8"), profile)
+    found = measured.stage_cost(1, Strategy(data=2), candidate, 3)
+    assert (found.time_s, found.transient_bytes) == whole
+    for other in (
+        Candidate(num_stages=4, num_microbatches=2, schedule="one_f_one_b"),
+        replace(candidate, schedule="gpipe"),
+    ):
+        split = measured.stage_cost(1, Strategy(data=2), other, 3)
+        assert split == measured.layer_cost(1, Strategy(data=2), num_microbatches=other.num_microbatches)
 
 
 def test_flights():

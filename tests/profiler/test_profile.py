@@ -11,8 +11,10 @@ from uniap_jax.core.strategy import Strategy
 from uniap_jax.profiler import profile
 from uniap_jax.profiler.cache import Cache
 from uniap_jax.profiler.measure import Measurer
+from uniap_jax.profiler.optimizer import measure_optimizer
 from uniap_jax.profiler.order import entries
 from uniap_jax.profiler.programs import Arrays, Case, compile_fused, compile_split
+from uniap_jax.profiler.timing import Timing
 
 
 @pytest.fixture(scope="module")
@@ -106,14 +108,31 @@ def test_split_programs_keep_what_was_described(graph, strategy):
     assert len(backward()) == 3  # gradients of two weights and of the input
 
 
-def test_the_two_programs_give_the_gradients_of_one(graph):
+def test_bytes_and_parameters_of_the_optimizer_are_told_apart(graph):
+    """With both, either layout takes what it was measured to take."""
+    devices, cluster = jax.devices()[:4], local_cluster(jax.devices()[:4])
+    seconds = iter((3e-3, 8e-3))  # split over the devices, and copied to each
+    step = graph.step
+    moved = 2 * sum(v.nbytes for v in step.state) + sum(p.nbytes for p in graph.params)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "uniap_jax.profiler.optimizer.time_program",
+            lambda run: (run(), run(), Timing(median_s=next(seconds), spread=0.0, runs=1))[-1],
+        )
+        rate, leaf = measure_optimizer(graph, cluster, devices, Arrays(), 1e9)
+    assert moved / rate + leaf * len(graph.params) == pytest.approx(8e-3)
+    assert moved / 4 / rate + leaf * len(graph.params) == pytest.approx(3e-3)
+
+
+def test_the_two_programs_give_the_results_of_one(graph):
+    """What the layer writes too: a forward that nobody reads is dropped, and recomputing it would seem to be free."""
     strategy, mesh = Strategy(data=2, tensor=2), make_mesh(jax.devices()[:4])
     case = Case(graph=graph, layer=graph.layers[1], strategy=strategy, mesh=mesh)
     (both,) = compile_fused(case, Arrays())
     forward, backward = compile_split(case, Arrays())
     whole = both()
-    kept = forward()[1:]
+    written, *kept = forward()
     inputs, _, cotangents, sums = backward.arguments
     parts = backward.compiled(inputs, kept, cotangents, sums)
-    for a, b in zip(whole, parts, strict=True):
+    for a, b in zip(whole, [written, *parts], strict=True):
         assert jax.numpy.allclose(a, b, rtol=1e-5, atol=1e-7)

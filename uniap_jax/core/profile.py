@@ -111,7 +111,8 @@ class Rates:
     """Fits of the whole machine.
 
     Attributes:
-        update_bytes_per_s: element-wise update of the optimizer, bytes read and written per device and second.
+        update_bytes_per_s: update of the optimizer, bytes read and written per device and second.
+        update_leaf_s: of each parameter besides, whatever its size; 0 where it was not measured.
         dispatch_s: host time to start one program on a stage.
         contention: (stages, slowdown): how much slower a stage of n/P devices runs when all P are busy than alone.
         overlap_slowdown: of kernels and collectives that run together, 1 (free) to 2 (taking turns); 0 where it was
@@ -119,12 +120,13 @@ class Rates:
     """
 
     update_bytes_per_s: float = 0.0
+    update_leaf_s: float = 0.0
     dispatch_s: float = 0.0
     contention: tuple[tuple[int, float], ...] = ()
     overlap_slowdown: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("update_bytes_per_s", "dispatch_s", "overlap_slowdown"):
+        for name in ("update_bytes_per_s", "update_leaf_s", "dispatch_s", "overlap_slowdown"):
             check_number(name, getattr(self, name))
         for stages, slowdown in self.contention:
             check_number(f"contention of {stages} stages", slowdown, positive=True)

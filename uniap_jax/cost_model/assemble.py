@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -25,8 +24,8 @@ from uniap_jax.core.weights import ParamBytes
 from uniap_jax.cost_model.credible import credible
 from uniap_jax.cost_model.equal_stages import EqualModel
 from uniap_jax.cost_model.memory import Held, beside_state
-from uniap_jax.cost_model.pipeline import busy_factor, flights, working_share
-from uniap_jax.cost_model.reshard import bundles, reshard_seconds, transfer_seconds
+from uniap_jax.cost_model.pipeline import busy_factor, flights, turns_at_once, working_share
+from uniap_jax.cost_model.reshard import bundles, edge_tables
 from uniap_jax.cost_model.state import Shares, layer_shares, state_bytes
 
 FloatArray = NDArray[np.float64]
@@ -170,6 +169,23 @@ class TableModel:
         fused = strategy.num_devices == self.num_devices
         return self._cost(self.graph.layers[layer], strategy, samples, fused)
 
+    def stage_cost(self, layer: int, strategy: Strategy, candidate: Candidate, stage: int) -> LayerCost:
+        """What one micro-batch of a layer costs on a stage; see `cost_model.pipeline.turns_at_once`.
+
+        A last stage that turns at once needs what one stage needs that has as many samples for each replica, which is
+        known where a step of one stage can have them. What recomputes holds the same in one program as in two.
+        """
+        plain = self.layer_cost(layer, strategy, num_microbatches=candidate.num_microbatches)
+        if stage + 1 < candidate.num_stages or not turns_at_once(candidate) or strategy.keep == "inputs":
+            return plain
+        here = self.graph.layers[layer]
+        if not self._entries:
+            return self._cost(here, strategy, self.batch_size // candidate.num_microbatches, True)
+        pieces, left = divmod(candidate.num_microbatches, candidate.num_stages)
+        wide = replace(strategy, data=strategy.data * candidate.num_stages)
+        known = None if left or not pieces else self._entries.get(self.entry(here, wide, self.batch_size // pieces))
+        return known or plain
+
     def tables(self, candidate: Candidate) -> CostTables:
         """The tables of one candidate.
 
@@ -182,8 +198,9 @@ class TableModel:
         strategies, layers = self.strategies(stages), self.graph.layers
         shape = (len(layers), len(strategies))
         allowed = np.zeros(shape, dtype=np.bool_)
-        time, iteration, fixed, kept = (np.zeros(shape) for _ in range(4))
-        transient = np.zeros(shape)
+        time, iteration, fixed, kept, transient = (np.zeros(shape) for _ in range(5))
+        last, last_transient = np.zeros(shape), np.zeros(shape)  # of a last stage that turns at once
+        turning = turns_at_once(candidate)
         for group in self._alike(stages):
             layer = layers[group[0]]
             for k, strategy in enumerate(strategies):
@@ -196,15 +213,26 @@ class TableModel:
                 always, each = beside_state(cost, held, candidate, self.cluster.platform)
                 fixed[group, k], kept[group, k] = held.state + always, each
                 transient[group, k] = cost.transient_bytes
+                if turning:
+                    ending = self.stage_cost(layer.index, strategy, candidate, stages - 1)
+                    last[group, k] = held.state + sum(
+                        beside_state(ending, held, candidate, self.cluster.platform, turned=ending is not cost)
+                    )
+                    last_transient[group, k] = ending.transient_bytes
         fixed += working_share(transient, self.graph, candidate)
         in_flight = np.array([flights(candidate, i) for i in range(stages)], dtype=np.float64)
-        edges, tensor, reshard, cross, relay = self._edges(candidate, strategies)
+        edges, tensor, reshard, cross, relay = edge_tables(
+            self.bundles, strategies, candidate, self.num_devices // stages, self.links
+        )
         full = (len(layers), stages, len(strategies))
+        memory = fixed[:, None, :] + kept[:, None, :] * in_flight[None, :, None]
+        if turning:
+            memory[:, -1] = last + working_share(last_transient, self.graph, candidate)
         return CostTables(
             candidate=candidate,
             time_s=np.broadcast_to(time[:, None, :], full),
             iteration_time_s=np.broadcast_to(iteration[:, None, :], full),
-            memory_bytes=fixed[:, None, :] + kept[:, None, :] * in_flight[None, :, None],
+            memory_bytes=memory,
             capacity_bytes=np.full(stages, float(self.cluster.capacity_bytes)),
             allowed=allowed,
             edges=edges,
@@ -280,9 +308,13 @@ class TableModel:
         per_piece, per_step = (t * busy_factor(candidate, self._slowdown(stages)) for t in (cost.time_s, cost.sync_s))
         if candidate.num_microbatches == 1 or not self._syncs_once(layer, strategy):
             per_piece, per_step = per_piece + per_step, 0.0
-        if stages > 1:
-            per_piece += 2.0 * self.dispatch_s * stages / len(self.graph.layers)
         update = per_step + self.update_s(layer, strategy)
+        if stages > 1:
+            # a stage's programs are started by one host for all stages: forward and backward of each micro-batch, what
+            # comes before the loss and the update once per step, which on CPUs nothing else runs beside
+            each = 2.0 * self.dispatch_s * stages / len(self.graph.layers)
+            per_piece += each
+            update += each * (stages if self.cluster.platform == "cpu" else 1)
         if stages == 1 and layer.index == 0:
             update += self.dispatch_s
         return per_piece, update
@@ -324,7 +356,7 @@ class TableModel:
         rate = self._rates.update_bytes_per_s or (
             self.cluster.memory_bandwidth_bytes_per_s * self.cluster.memory_efficiency
         )
-        seconds = moved / rate + leaves * self.cluster.op_overhead_s
+        seconds = moved / rate + leaves * (self._rates.update_leaf_s or self.cluster.op_overhead_s)
         if strategy.fsdp > 1 and strategy.zero < 3:
             weights = self.weights(layer, strategy)
             seconds += self.links.time_s("all_gather", weights.used, strategy.fsdp, strategy.tensor)
@@ -371,30 +403,3 @@ class TableModel:
                 return charged
             last = user if charged else last
         return True
-
-    def _edges(
-        self, candidate: Candidate, strategies: Sequence[Strategy]
-    ) -> tuple[tuple[tuple[int, int], ...], tuple[int, ...], FloatArray, FloatArray, FloatArray]:
-        """(writer, reader) pairs, the tensor each carries, and seconds by the strategies at both ends."""
-        stages = candidate.num_stages
-        size, share = self.num_devices // stages, 1.0 / candidate.num_microbatches
-        ways, k = [(s.batch_ways, s.sequence_ways) for s in strategies], len(strategies)
-        edges: list[tuple[int, int]] = []
-        tensor: list[int] = []
-        tables: list[tuple[FloatArray, FloatArray]] = []
-        known: dict[tuple[float, float, float], tuple[FloatArray, FloatArray]] = {}
-        for t, bundle in enumerate(self.bundles):
-            key = (bundle.moved_bytes, bundle.still_bytes, bundle.whole_bytes)
-            if key not in known:
-                inside = reshard_seconds(bundle, ways, size, self.links, share)
-                across = transfer_seconds(bundle, ways, size, self.links, share) if stages > 1 else np.zeros((k, k))
-                known[key] = inside, across
-            for reader in bundle.readers:
-                edges.append((bundle.writer, reader))
-                tensor.append(t)
-                tables.append(known[key])
-        if not edges:
-            return (), (), np.zeros((0, k, k)), np.zeros((0, k, k)), np.zeros((0, k))
-        reshard = np.stack([t[0] for t in tables])
-        cross = np.stack([t[1] for t in tables])
-        return tuple(edges), tuple(tensor), reshard, cross, np.stack([np.diagonal(t[1]) for t in tables])

@@ -23,7 +23,9 @@ class Held:
     full_grads: float
 
 
-def beside_state(cost: LayerCost, held: Held, candidate: Candidate, platform: str) -> tuple[float, float]:
+def beside_state(
+    cost: LayerCost, held: Held, candidate: Candidate, platform: str, *, turned: bool = False
+) -> tuple[float, float]:
     """(held all the time, held by each micro-batch in flight).
 
     In one program the compiler's own slope counts where it was asked for; it holds gradients, accumulators and kept
@@ -31,13 +33,21 @@ def beside_state(cost: LayerCost, held: Held, candidate: Candidate, platform: st
     weights' gradients are computed late, and the larger of the two counts on TPUs, where each takes the other's place.
     A pipeline stage holds what it has summed, and in the backward that adds to it one micro-batch's whole gradients;
     where the compiler was asked its slope holds both, and what one more layer computes again.
+
+    Args:
+        cost: of one micro-batch.
+        held: state and gradients.
+        candidate: stages and micro-batches.
+        platform: of the devices.
+        turned: whether the cost is that of one program for both directions, though there are several stages.
     """
     summed = held.grads if candidate.num_microbatches > 1 else 0.0
-    if candidate.num_stages > 1 and cost.marginal_bytes > 0:
-        return cost.marginal_bytes, cost.kept_bytes
-    if candidate.num_stages > 1:
+    if candidate.num_stages > 1 and not turned:
+        if cost.marginal_bytes > 0:
+            return cost.marginal_bytes, cost.kept_bytes
         return (held.grads + held.full_grads if summed else held.grads), cost.kept_bytes
     if cost.marginal_bytes > 0:
-        return 0.0, cost.marginal_bytes
+        # compiled for one stage with a P-th of the micro-batches: where that is one, nothing was summed there
+        return (summed if candidate.num_microbatches == candidate.num_stages else 0.0), cost.marginal_bytes
     alive = max(cost.kept_bytes, held.full_grads) if platform == "tpu" else cost.kept_bytes + held.full_grads
     return summed, alive

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -26,8 +25,7 @@ def with_memory_parts(model: TableModel, plan: Plan) -> Plan:
     """
     if len(plan.prediction.peak_bytes) != plan.num_stages or (plan.executor == "program" and plan.num_stages > 1):
         return plan
-    columns = {s: _working(model, s, plan.num_microbatches) for s in {layer.strategy for layer in plan.layers}}
-    peaks = tuple(_peak(model, plan, stage, columns) for stage in range(plan.num_stages))
+    peaks = tuple(_peak(model, plan, stage) for stage in range(plan.num_stages))
     plan = replace(plan, prediction=replace(plan.prediction, peak_bytes=peaks))
     parts = tuple(_parts(model, plan, stage) for stage in range(plan.num_stages))
     notes = (*plan.certificate.notes, *_over(plan))
@@ -53,22 +51,23 @@ def _candidate(plan: Plan) -> Candidate:
     return Candidate(num_stages=plan.num_stages, num_microbatches=plan.num_microbatches, schedule=plan.schedule)
 
 
-def _peak(model: TableModel, plan: Plan, stage: int, columns: Mapping[Strategy, FloatArray]) -> float:
+def _peak(model: TableModel, plan: Plan, stage: int) -> float:
     """Bytes of one device of a stage: the tables' sum, with working memory and reads as the stage has them."""
     layers = plan.stage_layers(stage)
     strategies = [plan.layers[u].strategy for u in layers]
+    columns = {s: _working(model, s, _candidate(plan), stage) for s in set(strategies)}
     shares = {s: working_share(columns[s], model.graph, _candidate(plan))[:, 0] for s in set(strategies)}
     spread = sum(float(shares[s][u]) for u, s in zip(layers, strategies, strict=True))
     largest = max(float(columns[s][u, 0]) for u, s in zip(layers, strategies, strict=True))
     return plan.prediction.peak_bytes[stage] - spread + largest + _arriving(model, plan, stage)
 
 
-def _working(model: TableModel, strategy: Strategy, pieces: int) -> FloatArray:
+def _working(model: TableModel, strategy: Strategy, candidate: Candidate, stage: int) -> FloatArray:
     """[layers, 1] working memory under a strategy, as the tables have it."""
     found = [
         0.0
-        if model.reason(u, strategy, num_microbatches=pieces)
-        else model.layer_cost(u, strategy, num_microbatches=pieces).transient_bytes
+        if model.reason(u, strategy, num_microbatches=candidate.num_microbatches)
+        else model.stage_cost(u, strategy, candidate, stage).transient_bytes
         for u in range(len(model.graph.layers))
     ]
     return np.array(found)[:, None]
@@ -81,7 +80,7 @@ def _arriving(model: TableModel, plan: Plan, stage: int) -> float:
     total, seen = 0.0, set[int]()
     for u in mine:
         layer, strategy = graph.layers[u], plan.layers[u].strategy
-        cost = model.layer_cost(u, strategy, num_microbatches=plan.num_microbatches)
+        cost = model.stage_cost(u, strategy, _candidate(plan), stage)
         specs, sizes = layer_sharding(graph, layer, strategy).reads, dict(axis_sizes(strategy.num_devices))
         for v, spec in zip(layer.reads, specs, strict=True):
             if v not in written and v not in seen and cost.marginal_bytes:
@@ -117,7 +116,7 @@ def _parts(model: TableModel, plan: Plan, stage: int) -> MemoryParts:
             parameters += (state.param[p] or state.work[p]) * stored
             optimizer += state.optimizer[p] * moments
             gradients += state.work[p] * grads
-        cost = model.layer_cost(index, strategy, num_microbatches=plan.num_microbatches)
+        cost = model.stage_cost(index, strategy, candidate, stage)
         activations += cost.kept_bytes * flights(candidate, stage)
     left, found = plan.prediction.peak_bytes[stage], []
     for size in (parameters, optimizer, gradients, activations):

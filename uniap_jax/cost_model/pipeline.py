@@ -20,6 +20,11 @@ def flights(candidate: Candidate, stage: int) -> int:
     return min(candidate.num_stages - stage, candidate.num_microbatches)
 
 
+def turns_at_once(candidate: Candidate) -> bool:
+    """Whether the last stage runs each backward right after its forward, both in one program."""
+    return candidate.num_stages > 1 and candidate.schedule == "one_f_one_b"
+
+
 def busy_factor(candidate: Candidate, slowdown: float) -> float:
     """Time of a stage in this pipeline over its time when all stages are busy.
 

@@ -13,8 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from uniap_jax.core.costs import Candidate
 from uniap_jax.core.graph import LayerGraph
 from uniap_jax.core.profile import Links
+from uniap_jax.core.strategy import Strategy
 from uniap_jax.core.vjp import is_float
 
 FloatArray = NDArray[np.float64]
@@ -115,3 +117,43 @@ def transfer_seconds(bundle: Bundle, ways: Sequence[Ways], num_devices: int, lin
             back = bundle.moved_bytes * share / coarse
             table[w, r] = sum(fit.time_s(b) for b in (there + bundle.whole_bytes, back) if b > 0)
     return np.array([[table[w, r] for r in ways] for w in ways])
+
+
+def edge_tables(
+    found: Sequence[Bundle], strategies: Sequence[Strategy], candidate: Candidate, num_devices: int, links: Links
+) -> tuple[tuple[tuple[int, int], ...], tuple[int, ...], FloatArray, FloatArray, FloatArray]:
+    """(writer, reader) pairs, the tensor each carries, and seconds by the strategies at both ends.
+
+    Seconds are those inside a stage and between stages, [edges, strategies, strategies], and of a relay that keeps the
+    strategy, [edges, strategies].
+
+    Args:
+        found: what crosses.
+        strategies: on the sub-mesh of a stage.
+        candidate: stages and micro-batches.
+        num_devices: of a stage.
+        links: times of collectives.
+    """
+    share = 1.0 / candidate.num_microbatches
+    ways, k = [(s.batch_ways, s.sequence_ways) for s in strategies], len(strategies)
+    edges: list[tuple[int, int]] = []
+    tensor: list[int] = []
+    tables: list[tuple[FloatArray, FloatArray]] = []
+    known: dict[tuple[float, float, float], tuple[FloatArray, FloatArray]] = {}
+    for t, bundle in enumerate(found):
+        key = (bundle.moved_bytes, bundle.still_bytes, bundle.whole_bytes)
+        if key not in known:
+            inside = reshard_seconds(bundle, ways, num_devices, links, share)
+            across = np.zeros((k, k))
+            if candidate.num_stages > 1:
+                across = transfer_seconds(bundle, ways, num_devices, links, share)
+            known[key] = inside, across
+        for reader in bundle.readers:
+            edges.append((bundle.writer, reader))
+            tensor.append(t)
+            tables.append(known[key])
+    if not edges:
+        return (), (), np.zeros((0, k, k)), np.zeros((0, k, k)), np.zeros((0, k))
+    reshard = np.stack([t[0] for t in tables])
+    cross = np.stack([t[1] for t in tables])
+    return tuple(edges), tuple(tensor), reshard, cross, np.stack([np.diagonal(t[1]) for t in tables])

@@ -13,7 +13,7 @@ from uniap_jax.core.equal_costs import EqualTables
 from uniap_jax.core.errors import InfeasibleError, NoPlanInTimeError, OptionError, StrategyError, UniapError
 from uniap_jax.core.plan import EXECUTORS, Certificate, LayerPlan, Plan, Prediction
 from uniap_jax.core.plan_text import format_bytes, format_seconds
-from uniap_jax.core.strategy import Strategy
+from uniap_jax.core.strategy import Strategy, parse_strategy
 from uniap_jax.planner.answer import gap_of
 from uniap_jax.planner.candidates import Auto, filled, nearest
 from uniap_jax.planner.clock import Clock
@@ -44,7 +44,7 @@ def solve(
     num_stages: int | Auto = "auto",
     num_microbatches: int | Auto = "auto",
     schedule: str = "auto",
-    strategy: Strategy | None = None,
+    strategy: Strategy | str | None = None,
     **options: Any,
 ) -> Plan:
     """The fastest plan under a cost model, with its proof.
@@ -57,12 +57,14 @@ def solve(
         num_stages: fixes P.
         num_microbatches: fixes c.
         schedule: fixes the schedule; "auto" is 1F1B with a program for each stage, the better one with one for all.
-        strategy: fixes the strategy of every layer that may take it; elsewhere the nearest legal one.
+        strategy: fixes the strategy of every layer that may take it, for example "data=2,tensor=2"; elsewhere the nearest
+            legal one.
         **options: `engine`, `solver`, `pin`, `top_k`, `baselines`, `why` and `progress` of `planner.solve.solve`.
 
     Raises:
         OptionError: a fixed value that no candidate has, or an unknown engine or executor; names what exists.
-        StrategyError: one program is asked for and the model has no equal stages; says what comes nearest.
+        StrategyError: a strategy that cannot be read, or one program is asked for and the model has no equal stages; says
+            what comes nearest.
         InfeasibleError: no plan exists, proved.
         NoPlanInTimeError: the time passed before any plan was found.
     """
@@ -73,6 +75,7 @@ def solve(
             possible=("auto", *EXECUTORS),
         )
     clock = Clock(limit_s=time_limit_s)
+    strategy = parse_strategy(strategy) if isinstance(strategy, str) else strategy
     wanted = _Wanted(num_stages=num_stages, num_microbatches=num_microbatches, schedule=schedule, strategy=strategy)
     fixed = {"num_microbatches": num_microbatches, "schedule": schedule, "strategy": strategy, **options}
     beside = options.get("engine", "interval") in SEARCHING and not options.get("pin")

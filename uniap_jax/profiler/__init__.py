@@ -86,7 +86,9 @@ def profile(
         stages = sorted({e.num_stages for e in found})
         fits, rates = measure_machine(here, stages, cache, start + LINKS_SHARE * budget_s)
         describer = measured_describer(describer, fits, rates)
-        prober, workers = Measurer(describer=describer, devices=here, rates=rates, cache=cache), 1
+        measurer = Measurer(describer=describer, devices=here, rates=rates, cache=cache)
+        rates = measurer.rates = measurer.with_optimizer()
+        prober, workers = measurer, 1
     else:
         absent = _absent_stages(cluster, found)
         cycle_s = measure_cycle(cluster, next(iter(absent.values())), cache)

@@ -12,11 +12,13 @@ import jax
 import msgspec
 
 from uniap_jax.core.described import Describer
+from uniap_jax.core.jaxprs import signature
 from uniap_jax.core.machine import usable_cores
 from uniap_jax.core.profile import LayerCost, LinkFit, Links, Rates
 from uniap_jax.core.sharding import axis_sizes
 from uniap_jax.profiler import links
 from uniap_jax.profiler.cache import Cache
+from uniap_jax.profiler.optimizer import measure_optimizer
 from uniap_jax.profiler.order import Entry
 from uniap_jax.profiler.probe import Prober
 from uniap_jax.profiler.programs import Arrays, Direction
@@ -125,6 +127,23 @@ class Measurer(Prober):
     def surroundings(self, size: int) -> dict[str, Any]:
         """The machine."""
         return machine_facts(self.devices)
+
+    def with_optimizer(self) -> Rates:
+        """The rates with those of the step's own optimizer, where it runs."""
+        graph = self.describer.graph
+        facts = {"what": "optimizer", "update": signature(graph.step.update), **machine_facts(self.devices)}
+        known = self.cache.get(facts)
+        if known is None:
+            try:
+                rate, leaf_s = measure_optimizer(
+                    graph, self.describer.cluster, self.devices, self.arrays or Arrays(), self.rates.update_bytes_per_s
+                )
+            except jax.errors.JaxRuntimeError as error:
+                self.notes[f"The optimizer could not be measured: {str(error).splitlines()[0]}."] = None
+                return self.rates
+            known = {"rate": rate, "leaf": leaf_s}
+            self.cache.put(facts, known)
+        return replace(self.rates, update_bytes_per_s=known["rate"], update_leaf_s=known["leaf"])
 
     def times(self, programs: Sequence[Direction]) -> dict[str, Any]:
         """By the clock."""

@@ -68,7 +68,7 @@ class Prober(ABC):
             "strategy": str(entry.strategy),
             "stages": entry.num_stages,
             "microbatches": entry.num_microbatches,
-            "programs": 2,
+            "programs": 3,
             **self.surroundings(entry.strategy.num_devices),
         }
 

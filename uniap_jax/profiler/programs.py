@@ -84,7 +84,10 @@ class Case:
 
 
 def compile_fused(case: Case, arrays: Arrays | None) -> tuple[Direction]:
-    """Forward and backward as one program: `(params, operands, reads, cotangents) -> gradients`.
+    """Forward and backward as one program: `(params, operands, reads, cotangents) -> (writes, gradients)`.
+
+    The writes are results, as the next layer reads them: where nothing is kept but the inputs, a forward whose result
+    nobody wants would be dropped, and the one that is computed again would look like the only one.
 
     Args:
         case: what to compile and where.
@@ -93,12 +96,13 @@ def compile_fused(case: Case, arrays: Arrays | None) -> tuple[Direction]:
     where, run = case.sharding(), case_function(case)
 
     def both(params: Any, operands: Any, reads: Any, cotangents: Any) -> Any:
-        _, pull = vjp(run, params, operands, reads)
-        return _pinned_grads(pull(cotangents), case, where)
+        outs, pull = vjp(run, params, operands, reads)
+        return [*outs, *_pinned_grads(pull(cotangents), case, where)]
 
+    writes = _float_specs(case, where)
     shapes = (*layer_avals(case.layer), float_writes(case))
-    specs = (where.stored, where.operands, where.reads, _float_specs(case, where))
-    return (compile_on(case, both, shapes, specs, _grad_specs(case, where), arrays),)
+    specs = (where.stored, where.operands, where.reads, writes)
+    return (compile_on(case, both, shapes, specs, [*writes, *_grad_specs(case, where)], arrays),)
 
 
 def compile_split(
@@ -131,7 +135,7 @@ def compile_split(
     again = _cheap(tape, [*tape.invars[: len(groups[0]) + len(groups[1])], *tape.consts])
     known = {*again, *tape.invars}
     kept = [v for v in dict.fromkeys(r for r in residuals if not isinstance(r, Literal)) if v not in known]
-    ahead = _as_function(tape, tape.invars, [*tape.outvars[: len(writes)], *kept])
+    ahead = as_function(tape, tape.invars, [*tape.outvars[: len(writes)], *kept])
     flat_shapes = [a for g in groups for a in g]
     flat_specs = [*list(where.stored) * number, *where.operands, *where.reads]
     first = compile_on(case, ahead, (flat_shapes,), (flat_specs,), [*writes, *([None] * len(kept))], arrays)
@@ -139,7 +143,7 @@ def compile_split(
     wanted = [r for r in residuals if not isinstance(r, Literal) and r not in kept]
     needed = live_eqns(tape.eqns, wanted)[1]
     inputs = [i for i, v in enumerate(tape.invars) if v in needed]
-    remake = _as_function(tape, [tape.invars[i] for i in inputs], wanted)
+    remake = as_function(tape, [tape.invars[i] for i in inputs], wanted)
     sums, grad_specs = case.sums(number)
 
     def behind(given: Any, held: Any, cotangents: Any, totals: Any) -> Any:
@@ -254,7 +258,7 @@ def _cheap(tape: Tape, start: Sequence[Any]) -> set[Any]:
     return found
 
 
-def _as_function(tape: Tape, inputs: Sequence[Any], outs: Sequence[Any]) -> Callable[..., list[Any]]:
+def as_function(tape: Tape, inputs: Sequence[Any], outs: Sequence[Any]) -> Callable[..., list[Any]]:
     """The part of a tape that computes `outs`, as a function of one list."""
     eqns, _ = live_eqns(tape.eqns, outs)
     jaxpr = close([*inputs, *tape.consts], list(outs), eqns)

@@ -10,7 +10,7 @@ from uniap_jax.core.cluster import load_cluster, local_cluster
 from uniap_jax.core.costs import Assignment, Candidate, evaluate
 from uniap_jax.core.described import Describer
 from uniap_jax.core.errors import ProfileError
-from uniap_jax.core.profile import Key, LayerCost, Profile
+from uniap_jax.core.profile import Footprint, Key, LayerCost, Profile
 from uniap_jax.core.strategy import Strategy
 from uniap_jax.cost_model import estimate
 from uniap_jax.cost_model.memory import Held, beside_state
@@ -85,30 +85,33 @@ def test_kept_values_grow_with_what_is_in_flight(model):
         assert grown == pytest.approx(kept * (8 - (4 - i)))
 
 
-def test_a_last_stage_that_turns_at_once_holds_what_one_stage_holds(graph):
-    """Under 1F1B forward and backward of the last stage are one program: that of one stage with as many samples."""
-    model = estimate(graph, load_cluster("h100:8"))
-    candidate = Candidate(num_stages=4, num_microbatches=8, schedule="one_f_one_b")
-    fused = model.stage_cost(1, Strategy(data=2), candidate, 3)
-    assert fused != model.stage_cost(1, Strategy(data=2), candidate, 2)
-    whole = fused.time_s, fused.transient_bytes
-    profile = Profile(
-        source="measured",
-        graph_fingerprint=graph.fingerprint,
-        device_kind=model.device_kind,
-        num_devices=8,
-        batch_size=graph.batch_size,
-        entries=((Key(signature=graph.layers[1].signature, strategy="data=8", samples=graph.batch_size // 2), fused),),
+def test_a_last_stage_that_turns_at_once_holds_what_one_program_holds(graph):
+    """Under 1F1B forward and backward of the last stage are one program, and keep otherwise than two."""
+    cluster, strategy = load_cluster("h100:8"), Strategy(data=2)
+    candidate = Candidate(num_stages=4, num_microbatches=4, schedule="one_f_one_b")
+    described = estimate(graph, cluster)
+    split, whole = (described.stage_cost(1, strategy, candidate, stage) for stage in (2, 3))
+    assert split.kept_bytes != whole.kept_bytes
+
+    turned = Footprint(kept_bytes=10.0, transient_bytes=20.0, marginal_bytes=40.0)
+    key = Key(signature=graph.layers[1].signature, strategy=str(strategy), samples=graph.batch_size // 4)
+    measured = estimate(
+        graph,
+        cluster,
+        Profile(
+            source="measured",
+            graph_fingerprint=graph.fingerprint,
+            device_kind=described.device_kind,
+            num_devices=8,
+            batch_size=graph.batch_size,
+            entries=((key, replace(split, turned=turned, origin="measured", runs=3)),),
+        ),
     )
-    measured = estimate(graph, load_cluster("h100:8"), profile)
-    found = measured.stage_cost(1, Strategy(data=2), candidate, 3)
-    assert (found.time_s, found.transient_bytes) == whole
-    for other in (
-        Candidate(num_stages=4, num_microbatches=2, schedule="one_f_one_b"),
-        replace(candidate, schedule="gpipe"),
-    ):
-        split = measured.stage_cost(1, Strategy(data=2), other, 3)
-        assert split == measured.layer_cost(1, Strategy(data=2), num_microbatches=other.num_microbatches)
+    tables = measured.tables(candidate)
+    k = tables.strategies.index(strategy)
+    # beside the state what a layer adds to one program, and working memory
+    assert tables.memory_bytes[1, 3, k] == pytest.approx(3 * PARAMS + 40.0 + 20.0)
+    assert measured.stage_cost(1, strategy, replace(candidate, schedule="gpipe"), 3).kept_bytes == split.kept_bytes
 
 
 def test_flights():

@@ -122,7 +122,7 @@ def test_values_that_do_not_exist(options, field, possible):
 
 
 def test_pinned_strategy():
-    plan = solve(SMALL, strategy=Strategy(data=2, tensor=2), num_stages=2, num_microbatches=4)
+    plan = solve(SMALL, strategy="data=2,tensor=2", num_stages=2, num_microbatches=4)
     assert {layer.strategy for layer in plan.layers} == {Strategy(data=2, tensor=2)}
     assert plan.certificate.status == "optimal"
     assert any("pinned to data=2,tensor=2" in note for note in plan.certificate.notes)

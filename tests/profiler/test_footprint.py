@@ -100,14 +100,14 @@ def test_between_two_batches_memory_lies_on_their_line_and_alone_is_scaled(descr
     )
     wanted = replica_of(entry, graph)
     told = describer.cost(graph.layers[0], entry.strategy, samples=entry.key.samples, fused=False)
-    assert Footprints(describer, {}).of(entry, told).kept_bytes == told.kept_bytes
+    assert Footprints(describer, {}).of(wanted, told).kept_bytes == told.kept_bytes
 
     def known(samples, factor):
         one = Replica(**(asdict(wanted) | {"samples": samples, "strategy": wanted.strategy}))
         return one, Footprint(kept_bytes=factor, transient_bytes=2 * factor, marginal_bytes=3 * factor)
 
     ends = dict([known(wanted.samples // 2, 100.0), known(2 * wanted.samples, 400.0)])
-    found = Footprints(describer, ends).of(entry, told)
+    found = Footprints(describer, ends).of(wanted, told)
     assert found == Footprint(kept_bytes=200.0, transient_bytes=400.0, marginal_bytes=600.0)
-    alone = Footprints(describer, dict([known(wanted.samples // 2, 100.0)])).of(entry, told)
+    alone = Footprints(describer, dict([known(wanted.samples // 2, 100.0)])).of(wanted, told)
     assert alone.kept_bytes == pytest.approx(200.0)  # twice the samples of a layer that keeps activations alone

@@ -31,6 +31,19 @@ class Key:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Footprint:
+    """Memory of one layer as programs hold it, bytes of one device; as the fields of `LayerCost` of these names."""
+
+    kept_bytes: float
+    transient_bytes: float
+    marginal_bytes: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("kept_bytes", "transient_bytes", "marginal_bytes"):
+            check_number(name, getattr(self, name))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerCost:
     """One layer, one strategy, one micro-batch; bytes are those of one device.
 
@@ -44,6 +57,8 @@ class LayerCost:
         marginal_bytes: what one more equal layer adds to a program beside its state: gradients, accumulators and what
             it works with, as far as they are alive at once; with one stage the kept values too, with several those
             are told apart. 0 where no compiler was asked.
+        turned: memory on a stage that runs both directions as one program, as the last one does under 1F1B; None where
+            that is no different, or not known.
         origin: one of ORIGINS.
         spread: half the range between the quartiles over the median; 0 where nothing was timed.
         runs: timed runs behind the median.
@@ -55,6 +70,7 @@ class LayerCost:
     kept_bytes: float
     transient_bytes: float
     marginal_bytes: float = 0.0
+    turned: Footprint | None = None
     origin: str = "described"
     spread: float = 0.0
     runs: int = 0

@@ -15,7 +15,7 @@ from uniap_jax.core.errors import StrategyError
 from uniap_jax.core.graph import Layer, LayerGraph
 from uniap_jax.core.machine import Cluster
 from uniap_jax.core.plan import SCHEDULES
-from uniap_jax.core.profile import Key, LayerCost, Links, Profile, Rates
+from uniap_jax.core.profile import Footprint, Key, LayerCost, Links, Profile, Rates
 from uniap_jax.core.replicated import reduces_once
 from uniap_jax.core.searched import StrategySpace
 from uniap_jax.core.sharding import layer_sharding
@@ -172,19 +172,22 @@ class TableModel:
     def stage_cost(self, layer: int, strategy: Strategy, candidate: Candidate, stage: int) -> LayerCost:
         """What one micro-batch of a layer costs on a stage; see `cost_model.pipeline.turns_at_once`.
 
-        A last stage that turns at once needs what one stage needs that has as many samples for each replica, which is
-        known where a step of one stage can have them. What recomputes holds the same in one program as in two.
+        A last stage that turns at once holds what a program for both directions holds. Where only inputs are kept, two
+        programs hold the same.
         """
         plain = self.layer_cost(layer, strategy, num_microbatches=candidate.num_microbatches)
         if stage + 1 < candidate.num_stages or not turns_at_once(candidate) or strategy.keep == "inputs":
             return plain
-        here = self.graph.layers[layer]
-        if not self._entries:
-            return self._cost(here, strategy, self.batch_size // candidate.num_microbatches, True)
-        pieces, left = divmod(candidate.num_microbatches, candidate.num_stages)
-        wide = replace(strategy, data=strategy.data * candidate.num_stages)
-        known = None if left or not pieces else self._entries.get(self.entry(here, wide, self.batch_size // pieces))
-        return known or plain
+        turned: Footprint | LayerCost | None = plain.turned
+        if turned is None:
+            samples = self.batch_size // candidate.num_microbatches
+            turned = self._describer.cost(self.graph.layers[layer], strategy, samples=samples, fused=True)
+        return replace(
+            plain,
+            kept_bytes=turned.kept_bytes,
+            transient_bytes=turned.transient_bytes,
+            marginal_bytes=turned.marginal_bytes,
+        )
 
     def tables(self, candidate: Candidate) -> CostTables:
         """The tables of one candidate.

@@ -47,7 +47,6 @@ def beside_state(
             return cost.marginal_bytes, cost.kept_bytes
         return (held.grads + held.full_grads if summed else held.grads), cost.kept_bytes
     if cost.marginal_bytes > 0:
-        # compiled for one stage with a P-th of the micro-batches: where that is one, nothing was summed there
-        return (summed if candidate.num_microbatches == candidate.num_stages else 0.0), cost.marginal_bytes
+        return 0.0, cost.marginal_bytes
     alive = max(cost.kept_bytes, held.full_grads) if platform == "tpu" else cost.kept_bytes + held.full_grads
     return summed, alive

@@ -57,14 +57,14 @@ def solve(
         num_stages: fixes P.
         num_microbatches: fixes c.
         schedule: fixes the schedule; "auto" is 1F1B with a program for each stage, the better one with one for all.
-        strategy: fixes the strategy of every layer that may take it, for example "data=2,tensor=2"; elsewhere the nearest
-            legal one.
+        strategy: fixes the strategy of every layer that may take it, as text too ("data=2,tensor=2"); elsewhere the
+            nearest legal one.
         **options: `engine`, `solver`, `pin`, `top_k`, `baselines`, `why` and `progress` of `planner.solve.solve`.
 
     Raises:
         OptionError: a fixed value that no candidate has, or an unknown engine or executor; names what exists.
-        StrategyError: a strategy that cannot be read, or one program is asked for and the model has no equal stages; says
-            what comes nearest.
+        StrategyError: a strategy that cannot be read, or one program is asked for and the model has no equal stages;
+            says what comes nearest.
         InfeasibleError: no plan exists, proved.
         NoPlanInTimeError: the time passed before any plan was found.
     """

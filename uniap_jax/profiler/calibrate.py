@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from uniap_jax.core.described import Describer
-from uniap_jax.core.profile import Key, LayerCost
+from uniap_jax.core.profile import Footprint, Key, LayerCost
 from uniap_jax.core.weights import param_bytes
-from uniap_jax.profiler.footprint import Footprint, Footprints, Replica
+from uniap_jax.profiler.footprint import Footprints, Replica, replica_of
 from uniap_jax.profiler.order import Entry
 
 PRIOR = 0.3
@@ -103,9 +103,14 @@ def fill(
 
 
 def _with_memory(entry: Entry, cost: LayerCost, memory: Footprints, describer: Describer) -> LayerCost:
-    layer = describer.graph.layers[entry.layer]
-    told = describer.cost(layer, entry.strategy, samples=entry.key.samples, fused=entry.num_stages == 1)
-    return replace(cost, **asdict(memory.of(entry, told)))
+    layer, replica = describer.graph.layers[entry.layer], replica_of(entry, describer.graph)
+
+    def footprint(fused: bool) -> Footprint:
+        told = describer.cost(layer, entry.strategy, samples=entry.key.samples, fused=fused)
+        return memory.of(replace(replica, fused=fused), told)
+
+    turned = None if entry.num_stages == 1 or entry.strategy.keep == "inputs" else footprint(True)
+    return replace(cost, **asdict(footprint(replica.fused)), turned=turned)
 
 
 def _recomputed(

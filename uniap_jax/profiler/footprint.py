@@ -16,7 +16,7 @@ import jax
 from uniap_jax.core.described import Describer
 from uniap_jax.core.errors import ProfileError, TraceError
 from uniap_jax.core.graph import LayerGraph
-from uniap_jax.core.profile import LayerCost
+from uniap_jax.core.profile import Footprint, LayerCost
 from uniap_jax.core.replicated import reduces_once
 from uniap_jax.core.sharding import make_mesh, shard_bytes
 from uniap_jax.core.strategy import DEGREES, Strategy
@@ -56,15 +56,6 @@ class Replica:
     def family(self) -> Replica:
         """All that differ in their samples alone."""
         return replace(self, samples=0)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Footprint:
-    """Bytes of one device, as `core.profile.LayerCost` has them."""
-
-    kept_bytes: float
-    transient_bytes: float
-    marginal_bytes: float
 
 
 def replica_of(entry: Entry, graph: LayerGraph) -> Replica:
@@ -173,9 +164,8 @@ class Footprints:
         for replica in sorted(self._known, key=lambda r: r.samples):
             self._families.setdefault(replica.family, []).append(replica)
 
-    def of(self, entry: Entry, told: LayerCost) -> Footprint:
+    def of(self, wanted: Replica, told: LayerCost) -> Footprint:
         """As measured; on the line through two batches, scaled from the nearest of its layer, or as described."""
-        wanted = replica_of(entry, self._describer.graph)
         if wanted in self._known:
             return self._known[wanted]
         kin = self._families.get(wanted.family, [])
@@ -183,7 +173,7 @@ class Footprints:
             return self._between(wanted, sorted(kin, key=lambda r: _apart(r, wanted))[:2])
         near = min((r for r in self._known if _alike(r, wanted)), key=lambda r: _apart(r, wanted), default=None)
         if near is None:
-            return Footprint(kept_bytes=told.kept_bytes, transient_bytes=told.transient_bytes, marginal_bytes=0.0)
+            return Footprint(kept_bytes=told.kept_bytes, transient_bytes=told.transient_bytes)
         return self._scaled(wanted, near)
 
     def _between(self, wanted: Replica, kin: Sequence[Replica]) -> Footprint:

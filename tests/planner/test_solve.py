@@ -51,6 +51,15 @@ def test_a_plan_with_its_proof(costs):
     )
 
 
+@pytest.mark.parametrize(("engine", "stages"), [("intra_only", 1), ("pipeline_only", 8)])
+def test_an_engine_over_part_of_the_candidates_stays_there(engine, stages):
+    """Also where a plan of another kind is faster, as on the tight chain."""
+    joint, part = solve(TIGHT), solve(replace(TIGHT, memory_gib=200.0), engine=engine)
+    assert joint.num_stages not in (1, 8)
+    assert part.num_stages == stages
+    assert part.certificate.baselines == ()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Refusing(LlamaChain):
     """A chain that finds out late that one number of micro-batches is impossible."""

@@ -220,7 +220,8 @@ def solve(
         solver=solver,
         refusal=problem.costs.refusal,
     )
-    compare = baselines and not problem.fixed and engine in EXACT
+    # an engine over part of the candidates must not take a plan from the others
+    compare = baselines and not problem.fixed and engine in EXACT and engine not in OTHERS
     if compare:
         run.run_baselines(UNIFORM, limit_s=BASELINE_TIME_S)
     result = run.search()

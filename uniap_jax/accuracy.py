@@ -58,6 +58,11 @@ class PlanAccuracy:
         return abs(self.predicted_s - self.measured_s) / self.measured_s
 
     @property
+    def peak_error(self) -> float:
+        """|predicted - compiled| / compiled, of the fullest stage of either: what decides whether a plan fits."""
+        return abs(max(self.predicted_bytes) - max(self.compiled_bytes)) / max(self.compiled_bytes)
+
+    @property
     def memory_error(self) -> float:
         """|predicted - compiled| / compiled, of the stage where it is largest."""
         pairs = zip(self.predicted_bytes, self.compiled_bytes, strict=True)
@@ -84,11 +89,18 @@ class AccuracyReport:
         return tuple(p for p in self.plans if p.measured_s > 0)
 
     def summary(self) -> dict[str, float]:
-        """Mean and worst errors of memory and time, Kendall's tau, and regret, as far as they are known."""
+        """Mean and worst errors of memory (of all stages, and of the fullest) and time, Kendall's tau, and regret.
+
+        As far as they are known.
+        """
         found: dict[str, float] = {"plans": len(self.plans), "failed": sum(bool(p.problem) for p in self.plans)}
-        memory = [p.memory_error for p in self.plans if p.compiled_bytes]
-        if memory:
-            found |= {"memory_mean": statistics.fmean(memory), "memory_worst": max(memory)}
+        compiled = [p for p in self.plans if p.compiled_bytes]
+        for name, errors in (
+            ("memory", [p.memory_error for p in compiled]),
+            ("peak", [p.peak_error for p in compiled]),
+        ):
+            if errors:
+                found |= {f"{name}_mean": statistics.fmean(errors), f"{name}_worst": max(errors)}
         if self.run:
             errors = [p.time_error for p in self.run]
             found |= {"time_mean": statistics.fmean(errors), "time_worst": max(errors)}

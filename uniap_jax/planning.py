@@ -107,7 +107,7 @@ def plan_graph(graph: LayerGraph, plan: Plan | None, options: Options) -> Parall
     log.info("planned in %.1f s", time.perf_counter() - started)
     step = compile_plan(graph, plan, options.cluster, devices=options.devices, donate=options.donate)
     if speakers is not None:
-        agree_on_program(speakers, step.lower())
+        agree_on_program(speakers, {p.name: p.lowered for p in step.programs})
     if options.verify:
         warn(step)
     return step

@@ -22,15 +22,25 @@ from uniap_jax.runtime.stopwatch import Stopwatch
 
 
 def batch_shardings(layout: Layout) -> tuple[NamedSharding, ...]:
-    """Of every leaf of the whole batch: as the first layer that reads it has it, by its rows."""
+    """Of every leaf of the whole batch: as the first layer that reads it has it, by its rows.
+
+    Over several processes a leaf that several stages read is on all devices: no stage then waits for another's rows.
+    """
     specs: dict[int, tuple[int, PartitionSpec]] = {}
+    readers: dict[int, set[int]] = {}
     for layer, sharding in zip(layout.graph.layers, layout.layers, strict=True):
         for position, o in enumerate(layer.operands):
             operand = layout.graph.operands[o]
             if operand.kind == "batch":
-                specs.setdefault(operand.leaf, (layout.stage_of(layer.index), sharding.operands[position]))
-    shardings = (layout.on(*specs.get(i, (0, REPLICATED))) for i in range(len(layout.graph.step.batch)))
-    return tuple(shardings)
+                stage = layout.stage_of(layer.index)
+                specs.setdefault(operand.leaf, (stage, sharding.operands[position]))
+                readers.setdefault(operand.leaf, set()).add(stage)
+    for kind, i in layout.update.sources.values():
+        if kind == "batch":
+            readers.setdefault(i, set()).update(range(layout.plan.num_stages))
+    shared = {i for i, stages in readers.items() if len(stages) > 1 and jax.process_count() > 1}
+    count = len(layout.graph.step.batch)
+    return tuple(layout.on(None) if i in shared else layout.on(*specs.get(i, (0, REPLICATED))) for i in range(count))
 
 
 class SingleStage:

@@ -21,6 +21,8 @@ from uniap_jax.runtime.presence import assembled, is_here, owners, shards_of
 from uniap_jax.runtime.programs import Program, build, is_key, known_mesh
 
 AXIS = "all"
+CROSSING = "crossing_"
+"""How the programs' names begin."""
 
 Cell = tuple[tuple[int, int], ...]
 """Part of an array: start and stop in each dimension."""
@@ -85,7 +87,7 @@ class Crossing:
         self._mine = list(mesh.local_devices)
         self._stacked = (len(devices) * self._cell[0], *self._cell[1:])
         self.program = build(
-            name,
+            CROSSING + name,
             lambda arrays: [_across(mesh, rounds, arrays[0])],
             [[jax.ShapeDtypeStruct(self._stacked, self._cell_dtype, sharding=self._sharding)]],
             mesh=mesh,

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from uniap_jax.core.errors import ExecutionError
 from uniap_jax.core.jax_compat import no_mesh
 
 
@@ -56,6 +57,13 @@ class OnAllDevices:
         known = self._copies.get(id(leaf))
         if known is not None and known[0]() is leaf:
             return known[1]
+        if jax.process_count() > 1:
+            raise ExecutionError(
+                f"an array of shape {leaf.shape} lives on one stage, in a job of {jax.process_count()} processes; "
+                "step.jit spreads stages over all devices inside one process only. Plan with executor='program' or "
+                "num_stages=1 to evaluate between steps, or restore a checkpoint in a job of its own",
+                shape=leaf.shape,
+            )
         moved = jax.device_put(leaf, spread(leaf.shape, self._mesh))
         number = id(leaf)
         self._copies[number] = weakref.ref(leaf, lambda _: self._copies.pop(number, None)), moved

@@ -122,6 +122,8 @@ class Group:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
+            # said here, for the answer to what is sent now may end this process before Python says it
+            log.error("rank %d failed", self.rank, exc_info=error)
             self._send({"kind": "failed", "message": f"{type(error).__name__}: {error}"})
             # the error goes up from here; what waits for dead ranks on the way out must not hold the process
             threading.Thread(target=self._end_later, args=(f"{error}",), daemon=True).start()

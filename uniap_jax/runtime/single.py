@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from uniap_jax.core.jax_compat import ClosedJaxpr
-from uniap_jax.core.jaxprs import open_jaxpr
+from uniap_jax.core.jaxprs import open_jaxpr, variables
 from uniap_jax.core.schedule import BACKWARD, FORWARD, Task
 from uniap_jax.runtime.homes import REPLICATED, Layout
 from uniap_jax.runtime.loss import accumulator_dtype, combine, gradient_weight
@@ -35,8 +35,10 @@ def batch_shardings(layout: Layout) -> tuple[NamedSharding, ...]:
                 stage = layout.stage_of(layer.index)
                 specs.setdefault(operand.leaf, (stage, sharding.operands[position]))
                 readers.setdefault(operand.leaf, set()).add(stage)
-    for kind, i in layout.update.sources.values():
-        if kind == "batch":
+    flow = layout.update
+    read = {*variables(flow.outvars), *(v for eqn in flow.eqns for v in variables(eqn.invars))}
+    for var, (kind, i) in flow.sources.items():
+        if kind == "batch" and var in read:
             readers.setdefault(i, set()).update(range(layout.plan.num_stages))
     shared = {i for i, stages in readers.items() if len(stages) > 1 and jax.process_count() > 1}
     count = len(layout.graph.step.batch)

@@ -228,5 +228,17 @@ def loose(args: Sequence[Any]) -> Any:
 
 
 def gather_leaf(leaf: Any, device: Any) -> Any:
-    """A leaf on one device."""
+    """A leaf on one device.
+
+    Raises:
+        ExecutionError: parts of it are on other processes' devices.
+    """
+    if is_elsewhere(leaf):
+        if not leaf.is_fully_replicated or not leaf.addressable_shards:
+            raise ExecutionError(
+                f"an array of shape {leaf.shape} has parts on devices of other processes, and is not gathered on "
+                f"{device}; save the state with orbax, which all processes do together, and read it where it is needed",
+                shape=leaf.shape,
+            )
+        leaf = leaf.addressable_data(0)
     return jax.device_put(leaf, device) if isinstance(leaf, jax.Array) else leaf

@@ -117,7 +117,7 @@ def saved_and_restored(folder: str, batch: list[np.ndarray], step: Any, executor
     for number in range(STEPS):
         if number == STEPS // 2:
             with orbax.StandardCheckpointer() as checkpointer:
-                checkpointer.save(Path(folder) / "half", state)
+                checkpointer.save(Path(folder) / "half", planned.spread(state))
                 checkpointer.wait_until_finished()
                 state = checkpointer.restore(Path(folder) / "half", planned.abstract_state())
         state, metrics = planned(state, rows)

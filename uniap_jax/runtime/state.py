@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from uniap_jax.core.errors import ExecutionError, PlanMismatchError
 from uniap_jax.core.graph import Value
@@ -72,7 +72,12 @@ def place_leaf(leaf: Any, value: Value, sharding: NamedSharding) -> jax.Array:
 
 
 def _place_across(leaf: Any, value: Value, sharding: NamedSharding) -> jax.Array:
-    """A copy of a leaf on devices of several processes, each of which makes its shards."""
+    """A copy of a leaf on devices of several processes, each of which makes its shards.
+
+    A leaf that is spread over more devices is whole on all of them for a moment.
+    """
+    if is_elsewhere(leaf) and leaf.sharding.device_set > sharding.device_set and not leaf.is_fully_replicated:
+        leaf = jax.device_put(leaf, NamedSharding(leaf.sharding.mesh, PartitionSpec()))
     if not is_here(sharding.device_set):
         return absent(value.shape, value.dtype, sharding)
     if is_elsewhere(leaf):
@@ -82,7 +87,8 @@ def _place_across(leaf: Any, value: Value, sharding: NamedSharding) -> jax.Array
         made: jax.Array = laid(np.asarray(leaf, dtype=value.dtype), sharding)
         return made
     data = laid(jax.random.key_data(leaf), NamedSharding(sharding.mesh, sharding.spec))
-    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
+    keys: jax.Array = jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
+    return keys
 
 
 class Placer:
@@ -98,7 +104,7 @@ class Placer:
         self._values = tuple(values)
         self._shardings = tuple(shardings)
         self._donated = tuple(donated)
-        self._known: list[NamedSharding | None] = [None] * len(self._values)
+        self._known: list[Sharding | None] = [None] * len(self._values)
 
     def __call__(self, leaves: Sequence[Any], *, quiet: bool = False) -> list[Any]:
         """Leaves as planned; those that lie there already are the same objects.

@@ -47,7 +47,8 @@ def _stage_peak(step: ParallelStep, run: Pipeline, stage: int) -> int:
         for v, s in zip(step.graph.step.state, step.in_shardings, strict=True)
         if device in s.device_set
     )
-    flying = run.schedule.held(stage % sharing, [_held_bytes(b) + _read_bytes(step, b) for b in programs.stages])
+    each = [_held_bytes(b) + _read_bytes(step, b) if b.forward.is_here else 0 for b in programs.stages]
+    flying = run.schedule.held(stage % sharing, each)
     passes = max(_own(b.forward) - _held_bytes(b) for b in mine)  # what a forward leaves is in flight already
     passes = max(passes, *(_own(b.backward) for b in mine if b.backward is not None), 0)
     names = tuple(f"_stage_{b.spec.stage}" for b in mine)

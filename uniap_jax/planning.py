@@ -32,6 +32,9 @@ FIRST_SHARE = 0.6
 ROUNDS = 3
 """Searches that may follow it, each after measuring what the last plan rests on."""
 
+TRIED_OVER_HOSTS = ("cpu",)
+"""Platforms on which stages with a program each have run over several processes; elsewhere they are to be asked for."""
+
 
 def compile_plan(
     graph: LayerGraph,
@@ -107,7 +110,7 @@ def plan_graph(graph: LayerGraph, plan: Plan | None, options: Options) -> Parall
     log.info("planned in %.1f s", time.perf_counter() - started)
     step = compile_plan(graph, plan, options.cluster, devices=options.devices, donate=options.donate)
     if speakers is not None:
-        agree_on_program(speakers, step.lower())
+        agree_on_program(speakers, {p.name: p.lowered for p in step.programs})
     if options.verify:
         warn(step)
     return step
@@ -211,5 +214,6 @@ def cluster_of(options: Options) -> Cluster:
 
 
 def possible_executor(executor: str, cluster: Cluster) -> str:
-    """Over several hosts stages of their own programs cannot hand arrays to each other, one program's can."""
-    return "program" if executor == "auto" and cluster.num_hosts > 1 else executor
+    """What "auto" means for a cluster: over several hosts a program per stage only where that has been tried."""
+    unsure = executor == "auto" and cluster.num_hosts > 1 and cluster.platform not in TRIED_OVER_HOSTS
+    return "program" if unsure else executor

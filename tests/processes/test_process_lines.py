@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from uniap_jax.core.errors import ExecutionError, PlanMismatchError
-from uniap_jax.runtime.processes import Group, agree
+from uniap_jax.runtime.processes import Group, agree, agree_on_program
 
 SIZE = 3
 
@@ -65,6 +65,34 @@ def test_process_lines_carry_text_and_compare_it() -> None:
 def test_process_that_differs_is_named_everywhere() -> None:
     job = Job(lambda group: agree(group, "program", "b" if group.rank == 2 else "a", "the program"))
     assert all(isinstance(e, PlanMismatchError) and e.ranks == (2,) for e in job.found.values())
+
+
+class Text:
+    """A lowered program, as far as it is compared."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def as_text(self) -> str:
+        return self.text
+
+
+def test_process_programs_are_compared_where_several_have_them() -> None:
+    def same(group: Group) -> None:
+        agree_on_program(group, {f"stage_{group.rank}": Text(f"own {group.rank}"), "crossing": Text("shared")})
+
+    job = Job(same)
+    assert job.found == dict.fromkeys(range(SIZE))
+    assert not job.ended
+
+    def other(group: Group) -> None:
+        shared = {"crossing": Text("odd" if group.rank == 2 else "shared")} if group.rank else {}
+        agree_on_program(group, {f"stage_{group.rank}": Text("own"), **shared})
+
+    for error in Job(other).found.values():
+        assert isinstance(error, PlanMismatchError)
+        assert error.ranks == (2,)
+        assert "program crossing differs between processes: rank 2 has" in str(error)
 
 
 def test_process_that_never_speaks_is_named_in_time() -> None:

@@ -88,10 +88,21 @@ def losses_of_one_device(steps: int) -> list[float]:
 
 @pytest.mark.parametrize(
     ("scenario", "size"),
-    [("one_stage", 2), ("alone", 2), ("auto", 2), ("equal_stages", 2), ("equal_stages", 4), ("checkpoint", 2)],
+    [
+        ("one_stage", 2),
+        ("alone", 2),
+        ("auto", 2),
+        ("equal_stages", 2),
+        ("equal_stages", 4),
+        ("unequal_stages", 2),
+        ("spanning_stages", 2),
+        ("planned_stages", 2),
+        ("checkpoint_program", 2),
+        ("checkpoint_stages", 2),
+    ],
 )
 def test_process_training_equals_one_device(scenario: str, size: int, tmp_path: Path) -> None:
-    ended = launch(scenario, size, line=str(tmp_path) if scenario == "checkpoint" else "")
+    ended = launch(scenario, size, line=str(tmp_path) if "checkpoint" in scenario else "")
     assert [e.code for e in ended] == [0] * size, ended[0].err + ended[-1].err
     found = [json.loads(e.out.splitlines()[-1]) for e in ended]  # above it, what gloo has to say
     assert [f["devices"] for f in found] == [4] * size
@@ -100,17 +111,31 @@ def test_process_training_equals_one_device(scenario: str, size: int, tmp_path: 
         np.testing.assert_allclose(f["losses"], expected, rtol=support.LOSS_TOLERANCE)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("scenario", ["unequal_stages", "spanning_stages"])
+def test_process_stages_do_not_hang_in_twenty_runs(scenario: str) -> None:
+    expected = losses_of_one_device(20)
+    for _ in range(20):
+        ended = launch(scenario, 2)
+        assert [e.code for e in ended] == [0, 0], ended[0].err + ended[-1].err
+        for e in ended:
+            losses = json.loads(e.out.splitlines()[-1])["losses"]
+            np.testing.assert_allclose(losses, expected, rtol=support.LOSS_TOLERANCE)
+
+
 @pytest.mark.parametrize(
     ("scenario", "message"),
     [
         ("die", "rank 1 ended in step 2: its process is gone"),
         ("raise", "rank 1 failed in step 2: ValueError: no more data"),
+        ("unequal_die", "rank 1 ended in step 2: its process is gone"),
+        ("spanning_starve", "rank 1 stopped in step 2: rank 0 has waited in step 3 for 10 s"),
         ("starve", "rank 1 stopped in step 2: rank 0 has waited in step 3 for 10 s"),
     ],
 )
 def test_process_that_falls_out_ends_the_job(scenario: str, message: str) -> None:
     began = time.monotonic()
-    ended = launch(scenario, 2, timeout_s=10.0 if scenario == "starve" else 60.0)
+    ended = launch(scenario, 2, timeout_s=10.0 if "starve" in scenario else 60.0)
     assert time.monotonic() - began < LIMIT_S
     assert all(e.code != 0 for e in ended)
     assert message in ended[0].err

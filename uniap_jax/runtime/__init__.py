@@ -14,6 +14,7 @@ from uniap_jax.core.plan import Plan
 from uniap_jax.runtime.executable import Homes, ParallelStep
 from uniap_jax.runtime.homes import lay_out
 from uniap_jax.runtime.pipeline import Pipeline
+from uniap_jax.runtime.presence import owners
 from uniap_jax.runtime.single import SingleStage, batch_shardings
 from uniap_jax.runtime.state import create
 from uniap_jax.runtime.uniform import compile_uniform
@@ -35,7 +36,7 @@ def compile(
     Raises:
         PlanMismatchError: the plan is for another model, batch or number of devices.
         StrategyError: a strategy is illegal for its layer, or the stages of one program are not equal.
-        ExecutionError: stages with a program each on devices of several processes.
+        ExecutionError: stages with a program each, and a process of this job has none of their devices.
         TraceError: the batch must not be split into the plan's micro-batches.
     """
     available = list(jax.devices() if devices is None else devices)
@@ -43,16 +44,8 @@ def compile(
     donated = sorted(leaf for leaf in graph.step.output_leaf if leaf is not None) if donate else []
     if plan.executor == "program" and plan.num_stages > 1:
         return _one_program(graph, plan, available, donated)
-    used = [available[d] for stage in plan.stage_devices for d in stage]
-    processes = len({d.process_index for d in used})
-    if plan.num_stages > 1 and processes > 1:
-        raise ExecutionError(
-            f"the plan has {plan.num_stages} stages with a program each, over devices of {processes} processes; such "
-            "stages hand arrays to each other inside one process only. Plan with executor='program' (equal stages) or "
-            "num_stages=1",
-            num_stages=plan.num_stages,
-            processes=processes,
-        )
+    if plan.num_stages > 1:
+        _check_processes([available[d] for stage in plan.stage_devices for d in stage], plan.num_stages)
     layout = lay_out(graph, plan, available)
     single = plan.num_stages == 1
     homes = Homes(
@@ -78,6 +71,18 @@ def _one_program(graph: LayerGraph, plan: Plan, devices: Sequence[Any], donated:
         places_batch=True,
     )
     return ParallelStep(graph, homes, run, donated=donated)
+
+
+def _check_processes(used: Sequence[Any], num_stages: int) -> None:
+    without = sorted(set(range(jax.process_count())) - owners(used))
+    if without:
+        raise ExecutionError(
+            f"the plan has {num_stages} stages with a program each, and no device of process "
+            f"{', '.join(map(str, without))} (of {jax.process_count()}), which could not read its metrics; start only "
+            "the processes that the plan uses, or plan for all of their devices",
+            num_stages=num_stages,
+            processes=tuple(without),
+        )
 
 
 def _check(graph: LayerGraph, plan: Plan, num_devices: int) -> None:

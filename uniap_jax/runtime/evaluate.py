@@ -14,7 +14,10 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from uniap_jax.core.errors import ExecutionError
 from uniap_jax.core.jax_compat import no_mesh
+from uniap_jax.runtime.crossing import Crossing
+from uniap_jax.runtime.presence import is_here
 
 
 def spread(shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:
@@ -56,6 +59,13 @@ class OnAllDevices:
         known = self._copies.get(id(leaf))
         if known is not None and known[0]() is leaf:
             return known[1]
+        if jax.process_count() > 1:
+            raise ExecutionError(
+                f"an array of shape {leaf.shape} is not on all {len(self._devices)} devices of this job of "
+                f"{jax.process_count()} processes, which step.jit sees to inside one process only; use a plain jax.jit "
+                "with step.spread(state) and batches on all devices",
+                shape=leaf.shape,
+            )
         moved = jax.device_put(leaf, spread(leaf.shape, self._mesh))
         number = id(leaf)
         self._copies[number] = weakref.ref(leaf, lambda _: self._copies.pop(number, None)), moved
@@ -65,3 +75,34 @@ class OnAllDevices:
     def copies(self) -> int:
         """Arrays that are kept spread because the arrays they come from are still in use."""
         return len(self._copies)
+
+
+class Spreader:
+    """Spreads a state that lives on stages over all devices, where several processes hold the stages.
+
+    A leaf is whole on every device for a moment, one leaf after the other, before each device keeps its share.
+
+    Args:
+        devices: of the plan, in stage order.
+    """
+
+    def __init__(self, devices: Mesh) -> None:
+        self._mesh, self._devices = devices, frozenset(devices.devices.flat)
+        self._ways: dict[tuple[Any, ...], Crossing] = {}
+
+    def __call__(self, leaf: Any) -> Any:
+        """A leaf on all devices; every process calls this for the same leaves in the same order."""
+        if not isinstance(leaf, jax.Array) or leaf.sharding.device_set == self._devices:
+            return leaf
+        target, source = spread(leaf.shape, self._mesh), leaf.sharding
+        if jax.process_count() == 1:
+            return jax.device_put(leaf, target)
+        assert isinstance(source, NamedSharding)
+        whole = NamedSharding(source.mesh, PartitionSpec())
+        here = jax.device_put(leaf, whole) if is_here(source.device_set) else None
+        key = (leaf.shape, leaf.dtype, source.mesh)
+        if key not in self._ways:
+            shape = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole)
+            everywhere = NamedSharding(self._mesh, PartitionSpec())
+            self._ways[key] = Crossing(f"leaf_{len(self._ways)}_to_all", shape, everywhere)
+        return jax.device_put(self._ways[key](here), target)

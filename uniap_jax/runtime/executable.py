@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from uniap_jax.core.graph import LayerGraph
 from uniap_jax.core.jax_compat import no_mesh
 from uniap_jax.core.plan import Plan
-from uniap_jax.runtime.evaluate import OnAllDevices
+from uniap_jax.runtime.evaluate import OnAllDevices, Spreader, spread
 from uniap_jax.runtime.programs import Program
 from uniap_jax.runtime.state import Placer, fits, gather_leaf
 
@@ -70,6 +70,7 @@ class ParallelStep:
     def __init__(self, graph: LayerGraph, homes: Homes, run: Executor, *, donated: Sequence[int]) -> None:
         self._graph, self._homes, self._run = graph, homes, run
         self._place = Placer(graph.step.state, homes.state_shardings, donated)
+        self._spread: Spreader | None = None
 
     @property
     def plan(self) -> Plan:
@@ -143,14 +144,40 @@ class ParallelStep:
             >>> evaluate = step.jit(lambda state, batch: loss(state.params, batch))  # doctest: +SKIP
             >>> evaluate(state, batch)  # doctest: +SKIP
         """
+        return OnAllDevices(function, self._devices, options)
+
+    @property
+    def _devices(self) -> Mesh:
+        """All devices of the plan along one axis."""
         widest_first = sorted(self.in_shardings, key=lambda s: -len(s.device_set))
         devices = dict.fromkeys(d for s in widest_first for d in s.mesh.devices.flat)
-        return OnAllDevices(function, Mesh(np.asarray(list(devices), dtype=object), ("all",)), options)
+        return Mesh(np.asarray(list(devices), dtype=object), ("all",))
+
+    def spread(self, state: Any) -> Any:
+        """A state whose leaves are on all devices of the plan: for checkpoints and evaluation over several processes.
+
+        Leaves that are on all devices already come back as they are. Others are copied, each device keeps its share;
+        every process has to call this together. The step takes the result as any state, and lays it out again.
+
+        Args:
+            state: as the step returns it.
+        """
+        if self._spread is None:
+            self._spread = Spreader(self._devices)
+        with no_mesh():
+            return jax.tree.map(self._spread, state)
 
     def abstract_state(self) -> Any:
-        """The state as `jax.ShapeDtypeStruct`s with shardings, for checkpoints."""
+        """The state as `jax.ShapeDtypeStruct`s with shardings, for checkpoints.
+
+        Over several processes all leaves are on all devices, as from `spread`: no checkpoint library reads or writes
+        arrays of which a process has all and another one nothing.
+        """
+        mesh, several = self._devices, jax.process_count() > 1
         shapes = [
-            jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=s)
+            jax.ShapeDtypeStruct(
+                v.shape, v.dtype, sharding=spread(v.shape, mesh) if several and len(s.device_set) < mesh.size else s
+            )
             for v, s in zip(self._graph.step.state, self.in_shardings, strict=True)
         ]
         return self._graph.step.state_result(shapes)

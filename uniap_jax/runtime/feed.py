@@ -12,11 +12,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from uniap_jax.core.jax_compat import Literal
 from uniap_jax.core.jaxprs import variables
+from uniap_jax.runtime.crossing import destination
 from uniap_jax.runtime.homes import Layout
-from uniap_jax.runtime.programs import Program, as_function, build, shape_of
+from uniap_jax.runtime.presence import is_elsewhere, is_here, laid, on_devices, shards_of
+from uniap_jax.runtime.programs import Program, as_function, build, known_mesh, shape_of
 from uniap_jax.runtime.stage_programs import operand_sharding
 from uniap_jax.runtime.stages import StageSpec
-from uniap_jax.runtime.transfer import Move, destination, shards_of, view
+from uniap_jax.runtime.transfer import Move, view
 
 
 class Leaves:
@@ -36,6 +38,11 @@ class Leaves:
             here = shape_of(value, layout.on(home.stage, home.spec))
             self._moves[leaf, stage] = Move(f"leaf_{leaf}_to_{stage}", here, layout.on(stage, home.spec))
         return shape_of(value, self._moves[leaf, stage].arrives)
+
+    @property
+    def moves(self) -> tuple[Move, ...]:
+        """Of leaves that live on one stage and are read on another."""
+        return tuple(self._moves.values())
 
     def of(self, state: Sequence[Any]) -> Held:
         """The leaves of one step."""
@@ -140,7 +147,9 @@ class Feeder:
         self._count = c
         self._leaves = [[graph.operands[o].leaf for o in operands] for operands in read]
         whole = [[_stacked_layout(s) for s in found] for found in layouts] if c > 1 else layouts
-        self._targets = [destination(s) for found in whole for s in found]
+        self._targets = [s for found in whole for s in found]
+        self._destinations = [destination(s) for s in self._targets]
+        self._names = [v.name for v in graph.step.batch]
         self._cut = [
             build(
                 f"stage_{spec.stage}_rows",
@@ -163,7 +172,7 @@ class Feeder:
         self.state_positions = tuple(tuple(i for i, k in enumerate(found) if k == "state") for found in kinds)
         self.number_positions = tuple(tuple(i for i, k in enumerate(found) if k == "index") for found in kinds)
         self.numbers = [
-            [jax.device_put(np.int32(m), layout.on(s.stage)) for m in range(c)] if own else []
+            [laid(np.int32(m), layout.on(s.stage)) for m in range(c)] if own else []
             for s, own in zip(specs, self.number_positions, strict=True)
         ]
 
@@ -176,14 +185,26 @@ class Feeder:
         """Per stage and micro-batch the rows it reads, in the order of `positions`."""
         if not self._targets:
             return [[[] for _ in range(self._count)] for _ in self._leaves]
-        wanted = sorted({i for leaves in self._leaves for i in leaves})
-        ready = {i: _stacked(batch[i], self._count) for i in wanted}
-        placed = iter(jax.device_put([ready[i] for leaves in self._leaves for i in leaves], self._targets))
+        wanted = [i for leaves in self._leaves for i in leaves]
+        if jax.process_count() == 1:
+            ready = {i: _stacked(batch[i], self._count) for i in sorted(set(wanted))}
+            placed = iter(jax.device_put([ready[i] for i in wanted], self._destinations))
+        else:
+            placed = iter([self._placed(i, batch[i], s) for i, s in zip(wanted, self._targets, strict=True)])
         rows = []
         for leaves, cut in zip(self._leaves, self._cut, strict=True):
             whole = [next(placed) for _ in leaves]
             rows.append(cut(whole) if cut is not None else [list(whole) for _ in range(self._count)])
         return rows
+
+    def _placed(self, number: int, leaf: Any, target: NamedSharding) -> Any:
+        """A leaf on a stage's devices, as far as they are this process's."""
+        if not is_here(target.device_set):
+            return None
+        if not is_elsewhere(leaf):
+            return laid(_stacked(leaf, self._count), target)
+        here = on_devices(leaf, known_mesh(target), f"batch leaf {self._names[number]}")
+        return jax.device_put(_stacked(here, self._count), target)
 
 
 def _stacked_layout(sharding: NamedSharding) -> NamedSharding:

@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+
 from uniap_jax.core.costs import CostModel
 from uniap_jax.core.errors import ExecutionError
 from uniap_jax.core.plan import Plan
@@ -140,6 +142,12 @@ class Monitor:
                 f"the {step.plan.num_stages} stages of this plan run in step inside one program, so none of them can "
                 "be timed alone; monitor plans with executor='stages'",
                 executor=step.plan.executor,
+            )
+        if jax.process_count() > 1 and isinstance(run, Pipeline):
+            raise ExecutionError(
+                f"the {step.plan.num_stages} stages of this plan run in {jax.process_count()} processes, none of which "
+                "sees when the others' work is done; monitor plans inside one process",
+                processes=jax.process_count(),
             )
         self._step, self._run = step, run
         plan = step.plan

@@ -32,9 +32,10 @@ from uniap_jax.runtime.stage_programs import (
 )
 from uniap_jax.runtime.stages import StageSpec, stage_specs
 from uniap_jax.runtime.stopwatch import Stopwatch
-from uniap_jax.runtime.transfer import Move, Outbox, destination
+from uniap_jax.runtime.transfer import Move, Outbox
 from uniap_jax.runtime.update import Update
 from uniap_jax.runtime.update_split import Piece, split_update
+from uniap_jax.runtime.ways import routes
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -64,69 +65,6 @@ class _Live:
         if microbatch not in self.arrived:
             self.arrived[microbatch] = list(self.inputs)
         return self.arrived[microbatch]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Way:
-    """An array that a stage sends with every micro-batch.
-
-    Attributes:
-        source: position among what the stage sends in this direction.
-        stage: that receives it.
-        target: its destination there.
-        place: positions in what the receiver takes: of an input, or of a write and of its reader.
-    """
-
-    source: int
-    stage: int
-    target: Any
-    place: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Ways:
-    """Where a stage's arrays come from and go.
-
-    Attributes:
-        rows: positions of the batch's rows among the inputs.
-        numbers: positions of the micro-batch's number.
-        forward: its writes' ways to later stages.
-        backward: its cotangents' ways to earlier stages.
-        parts: for each active write, how many stages send a cotangent.
-    """
-
-    rows: tuple[int, ...]
-    numbers: tuple[int, ...]
-    forward: tuple[_Way, ...]
-    backward: tuple[_Way, ...]
-    parts: tuple[int, ...]
-
-
-def _ways(specs: Sequence[StageSpec], feeder: Feeder, spec: StageSpec) -> _Ways:
-    writer = {v: other for other in specs for v in other.writes}
-    first = {s.stage: len(s.params) + len(s.operands) for s in specs}
-    own = len(spec.params)
-    ahead = [
-        _Way(source=i, stage=t, target=destination(s), place=(first[t] + specs[t].reads.index(v),))
-        for i, (v, readers) in enumerate(zip(spec.writes, spec.readers, strict=True))
-        for t, s in readers
-    ]
-    back = [
-        _Way(
-            source=i,
-            stage=writer[v].stage,
-            target=destination(writer[v].leaves[writer[v].writes.index(v)]),
-            place=(writer[v].active.index(v), writer[v].returns[v].index(spec.stage)),
-        )
-        for i, v in enumerate(spec.wanted)
-    ]
-    return _Ways(
-        rows=tuple(own + i for i in feeder.positions[spec.stage]),
-        numbers=tuple(own + i for i in feeder.number_positions[spec.stage]),
-        forward=tuple(ahead),
-        backward=tuple(back),
-        parts=tuple(len(spec.returns[v]) for v in spec.active),
-    )
 
 
 class Programs:
@@ -159,7 +97,7 @@ class Programs:
         }
         self.shared = Shared(layout, home, self.specs)
         self.feeder = Feeder(layout, self.specs, pool)
-        self.ways = [_ways(self.specs, self.feeder, spec) for spec in self.specs]
+        self.routes = [routes(layout, self.specs, self.feeder, spec, pool) for spec in self.specs]
         begun = [
             (build_whole if schedule.turns_at_once and spec is self.specs[-1] else build_forward)(
                 layout, spec, self._params(spec, home), pool
@@ -200,16 +138,18 @@ class Programs:
 
     @property
     def all(self) -> tuple[Program, ...]:
-        """In the order in which a step meets them."""
-        moves = (*self.shared.there.values(), *self.returns.values())
-        return (
+        """Those on devices of this process, in the order in which a step meets them."""
+        moves = (*self.leaves.moves, *self.shared.there.values(), *self.returns.values())
+        found = (
             *(p for b in self.begin for p in b.programs),
             *self.feeder.programs,
-            *(m.program for m in moves if m.program is not None),
+            *(p for m in moves for p in m.programs),
+            *(p for w in self.routes for p in w.programs),
             *(p for s in self.stages for p in (s.zeros, s.forward, s.backward, s.reduce) if p is not None),
             *(p for p in self.combine if p is not None),
             *self.update.programs,
         )
+        return tuple(p for p in found if p.is_here)
 
 
 def graph_whole(layout: Layout, result: int) -> Any:
@@ -271,7 +211,7 @@ class Pipeline:
     def __init__(self, layout: Layout, donated: Sequence[int]) -> None:
         self._layout, self._donated = layout, tuple(donated)
         plan, self.schedule = layout.plan, schedule_of(layout.plan)
-        self._order = self.schedule.order
+        self._order = self.schedule.simulate()
         self._pieces = split_update(layout.graph, plan, layout.update, layout.params, layout.leaves)
         self._built: Programs | None = None
         self.build_s = 0.0
@@ -304,8 +244,9 @@ class Pipeline:
         programs, outbox, stopwatch = self.built, Outbox(), self.observe()
         held = programs.leaves.of(state)
         live = self._start(programs, held, batch)
-        for stage, task in self._order:
-            outbox.deliver_for((stage, task.kind, task.microbatch))
+        for event in self._order:
+            stage, task = event.stage, event.task
+            outbox.turn((stage, task.kind, task.microbatch), event.start_s, event.end_s)
             run = self._forward if task.kind == FORWARD else self._backward
             made = run(programs, live, stage, task.microbatch, outbox)
             if stopwatch is not None:
@@ -341,7 +282,7 @@ class Pipeline:
     def _forward(
         self, programs: Programs, live: list[_Live], stage: int, m: int, outbox: Outbox
     ) -> tuple[Sequence[Any], Sequence[Any]]:
-        here, built, ways = live[stage], programs.stages[stage], programs.ways[stage]
+        here, built, ways = live[stage], programs.stages[stage], programs.routes[stage]
         inputs = here.taking(m)
         del here.arrived[m]
         for position, array in zip(ways.rows, here.rows[m], strict=True):
@@ -360,22 +301,22 @@ class Pipeline:
         first = len(built.spec.writes)
         for held, piece in zip(here.results, made[first : first + len(here.results)], strict=True):
             held.append(piece)
-        for way in ways.forward:
-            box = live[way.stage].taking(m)
-            outbox.post((way.stage, FORWARD, m), made[way.source], way.target, (box, way.place[0]))
+        for route in ways.forward:
+            box = live[route.stage].taking(m)
+            outbox.post((route.stage, FORWARD, m), made[route.source], route.way, (box, route.place[0]))
         return made, ()
 
     def _backward(
         self, programs: Programs, live: list[_Live], stage: int, m: int, outbox: Outbox
     ) -> tuple[Sequence[Any], Sequence[Any]]:
-        here, built, ways = live[stage], programs.stages[stage], programs.ways[stage]
+        here, built, ways = live[stage], programs.stages[stage], programs.routes[stage]
         inputs, back = here.kept.pop(m)
         if built.backward is not None:
             here.totals, back = built.backward(inputs, back, here.returned.pop(m, []), here.totals)
-        for way in ways.backward:
-            parts = live[way.stage].returned.setdefault(m, [[None] * n for n in programs.ways[way.stage].parts])
-            write, part = way.place
-            outbox.post((way.stage, BACKWARD, m), back[way.source], way.target, (parts[write], part))
+        for route in ways.backward:
+            parts = live[route.stage].returned.setdefault(m, [[None] * n for n in programs.routes[route.stage].parts])
+            write, part = route.place
+            outbox.post((route.stage, BACKWARD, m), back[route.source], route.way, (parts[write], part))
         return back, here.totals
 
     def _results(self, programs: Programs, live: list[_Live]) -> list[Any]:

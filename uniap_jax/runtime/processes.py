@@ -28,6 +28,7 @@ from uniap_jax.core.errors import ExecutionError, PlanMismatchError
 from uniap_jax.core.graph import Value
 from uniap_jax.core.plan import Plan
 from uniap_jax.core.serialize import plan_from_json, plan_to_json
+from uniap_jax.runtime.presence import absent
 from uniap_jax.runtime.process_server import Server, receive_lines, send_line
 
 __all__ = ["Everyone", "Group", "agree", "agree_on_plan", "agree_on_program", "connect", "global_batch", "local_rows"]
@@ -121,6 +122,8 @@ class Group:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
+            # said here, for the answer to what is sent now may end this process before Python says it
+            log.error("rank %d failed", self.rank, exc_info=error)
             self._send({"kind": "failed", "message": f"{type(error).__name__}: {error}"})
             # the error goes up from here; what waits for dead ranks on the way out must not hold the process
             threading.Thread(target=self._end_later, args=(f"{error}",), daemon=True).start()
@@ -289,17 +292,31 @@ def agree_on_plan(group: Speakers, make_plan: Callable[[], Plan], *, fingerprint
 
 
 def agree_on_program(group: Speakers, lowered: Any, *, name: str = "train_step") -> None:
-    """Compares the program before it is compiled: different programs would wait for each other for ever.
+    """Compares what is about to run on devices of several processes: different programs would wait for ever.
 
     Args:
         group: of all processes.
-        lowered: a `jax.stages.Lowered`.
-        name: of the program.
+        lowered: a `jax.stages.Lowered`, or those of a step by name, each on the processes that run it.
+        name: of a single program.
 
     Raises:
-        PlanMismatchError: a rank is about to compile another program.
+        PlanMismatchError: a rank is about to run another program.
     """
-    agree(group, f"program {name}", lowered.as_text(), f"program {name}")
+    if not isinstance(lowered, dict):
+        agree(group, f"program {name}", lowered.as_text(), f"program {name}")
+        return
+    mine = {n: hashlib.sha256(low.as_text().encode()).hexdigest() for n, low in lowered.items()}
+    first: dict[str, tuple[int, str]] = {}
+    for rank, text in enumerate(group.gather("programs", json.dumps(mine))):
+        for program, digest in json.loads(text).items():
+            other, expected = first.setdefault(program, (rank, digest))
+            if digest != expected:
+                raise PlanMismatchError(
+                    f"program {program} differs between processes: rank {rank} has {digest[:12]}, rank {other} has "
+                    f"{expected[:12]}. Every process must run the same code with the same sizes and versions",
+                    ranks=(rank,),
+                    program=program,
+                )
 
 
 def global_batch(local: Sequence[Any], values: Sequence[Value], shardings: Sequence[NamedSharding]) -> list[jax.Array]:
@@ -312,6 +329,8 @@ def global_batch(local: Sequence[Any], values: Sequence[Value], shardings: Seque
     """
     return [
         jax.make_array_from_process_local_data(s, np.asarray(x), v.shape)
+        if s.addressable_devices
+        else absent(v.shape, v.dtype, s)
         for x, v, s in zip(local, values, shardings, strict=True)
     ]
 
@@ -319,7 +338,8 @@ def global_batch(local: Sequence[Any], values: Sequence[Value], shardings: Seque
 def local_rows(value: Value, sharding: NamedSharding) -> np.ndarray:
     """Which rows of the global batch this process has to read, in order.
 
-    A process whose devices split the batch with others reads its share; one whose devices hold it whole reads it all.
+    A process whose devices split the batch with others reads its share; one whose devices hold it whole reads it all;
+    one without devices of the stage that reads it reads nothing.
 
     Args:
         value: shape of a global batch leaf.
@@ -327,4 +347,4 @@ def local_rows(value: Value, sharding: NamedSharding) -> np.ndarray:
     """
     places = sharding.addressable_devices_indices_map(value.shape).values()
     rows = [np.arange(value.shape[0])[place[0]] for place in places if place is not None]
-    return np.unique(np.concatenate(rows))
+    return np.unique(np.concatenate(rows)) if rows else np.arange(0)

@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from uniap_jax.core.graph import Value
 from uniap_jax.core.jax_compat import ClosedJaxpr, Var
 from uniap_jax.core.jaxprs import open_jaxpr
+from uniap_jax.runtime.presence import is_here
 
 
 class Program:
@@ -39,6 +40,11 @@ class Program:
             self._compiled, self._pending = self._pending.result(), None
         return self._compiled
 
+    @property
+    def is_here(self) -> bool:
+        """Whether this process has devices of it."""
+        return True
+
     def __call__(self, *lists: Any) -> Any:
         """Runs it; queued on the devices, nothing waits."""
         return (self._compiled or self.compiled)(*lists)
@@ -47,6 +53,35 @@ class Program:
     def output_shardings(self) -> Any:
         """As compiled."""
         return self.compiled.output_shardings
+
+
+class Elsewhere(Program):
+    """A program on devices of other processes: nothing runs here, and every output is None.
+
+    Args:
+        name: for people and traces.
+        outputs: tree of the outputs.
+    """
+
+    __slots__ = ("_outputs",)
+
+    def __init__(self, name: str, outputs: Any) -> None:
+        self.name = name
+        self._outputs = jax.tree.map(lambda _: None, outputs)
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this process has devices of it."""
+        return False
+
+    def __call__(self, *lists: Any) -> Any:
+        """None for every output, in lists of its own."""
+        return jax.tree.map(lambda _: None, self._outputs, is_leaf=lambda x: x is None)
+
+    @property
+    def output_shardings(self) -> Any:
+        """Those that matter here: none."""
+        return self()
 
 
 def build(
@@ -60,6 +95,8 @@ def build(
     pool: Executor | None = None,
 ) -> Program:
     """Traces, lowers and compiles on a mesh of our own, whatever mesh the caller has set.
+
+    On a mesh of which no device is this process's it is only traced.
 
     Args:
         name: of the program.
@@ -76,6 +113,8 @@ def build(
 
     named.__name__ = named.__qualname__ = name
     with jax.set_mesh(mesh):
+        if not is_here(mesh.devices.flat):
+            return Elsewhere(name, jax.eval_shape(named, *inputs))
         lowered = jax.jit(named, out_shardings=outputs, donate_argnums=donate).lower(*inputs)
         return Program(name, lowered, pool)
 

@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from uniap_jax.core.jax_compat import ClosedJaxpr
-from uniap_jax.core.jaxprs import open_jaxpr
+from uniap_jax.core.jaxprs import open_jaxpr, variables
 from uniap_jax.core.schedule import BACKWARD, FORWARD, Task
 from uniap_jax.runtime.homes import REPLICATED, Layout
 from uniap_jax.runtime.loss import accumulator_dtype, combine, gradient_weight
@@ -22,15 +22,27 @@ from uniap_jax.runtime.stopwatch import Stopwatch
 
 
 def batch_shardings(layout: Layout) -> tuple[NamedSharding, ...]:
-    """Of every leaf of the whole batch: as the first layer that reads it has it, by its rows."""
+    """Of every leaf of the whole batch: as the first layer that reads it has it, by its rows.
+
+    Over several processes a leaf that several stages read is on all devices: no stage then waits for another's rows.
+    """
     specs: dict[int, tuple[int, PartitionSpec]] = {}
+    readers: dict[int, set[int]] = {}
     for layer, sharding in zip(layout.graph.layers, layout.layers, strict=True):
         for position, o in enumerate(layer.operands):
             operand = layout.graph.operands[o]
             if operand.kind == "batch":
-                specs.setdefault(operand.leaf, (layout.stage_of(layer.index), sharding.operands[position]))
-    shardings = (layout.on(*specs.get(i, (0, REPLICATED))) for i in range(len(layout.graph.step.batch)))
-    return tuple(shardings)
+                stage = layout.stage_of(layer.index)
+                specs.setdefault(operand.leaf, (stage, sharding.operands[position]))
+                readers.setdefault(operand.leaf, set()).add(stage)
+    flow = layout.update
+    read = {*variables(flow.outvars), *(v for eqn in flow.eqns for v in variables(eqn.invars))}
+    for var, (kind, i) in flow.sources.items():
+        if kind == "batch" and var in read:
+            readers.setdefault(i, set()).update(range(layout.plan.num_stages))
+    shared = {i for i, stages in readers.items() if len(stages) > 1 and jax.process_count() > 1}
+    count = len(layout.graph.step.batch)
+    return tuple(layout.on(None) if i in shared else layout.on(*specs.get(i, (0, REPLICATED))) for i in range(count))
 
 
 class SingleStage:

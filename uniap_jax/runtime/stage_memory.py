@@ -28,7 +28,7 @@ def program_bytes(program: Program) -> dict[str, int]:
 
 
 def stage_peaks(step: ParallelStep) -> tuple[int, ...]:
-    """Per stage, the most bytes that a device of it holds during a step."""
+    """Per stage, the most bytes that a device of it holds during a step; 0 for stages of other processes."""
     run = step.executor
     if isinstance(run, Pipeline):
         return tuple(_stage_peak(step, run, stage) for stage in range(step.plan.num_stages))
@@ -39,17 +39,20 @@ def _stage_peak(step: ParallelStep, run: Pipeline, stage: int) -> int:
     """State, gradients, what is in flight, and the largest program's own needs; stages in turn on the same devices."""
     programs, sharing = run.built, len(run.schedule.tasks)
     mine = programs.stages[stage % sharing :: sharing]
+    if not mine[0].forward.is_here:
+        return 0
     device = jax.tree.leaves(mine[0].forward.output_shardings)[0].mesh.devices.flat[0]
     state = sum(
         shard_bytes(v.shape, v.dtype, s)
         for v, s in zip(step.graph.step.state, step.in_shardings, strict=True)
         if device in s.device_set
     )
-    flying = run.schedule.held(stage % sharing, [_held_bytes(b) + _read_bytes(step, b) for b in programs.stages])
+    each = [_held_bytes(b) + _read_bytes(step, b) if b.forward.is_here else 0 for b in programs.stages]
+    flying = run.schedule.held(stage % sharing, each)
     passes = max(_own(b.forward) - _held_bytes(b) for b in mine)  # what a forward leaves is in flight already
     passes = max(passes, *(_own(b.backward) for b in mine if b.backward is not None), 0)
     names = tuple(f"_stage_{b.spec.stage}" for b in mine)
-    last = [p for p in programs.update.programs if p.name.endswith(names)]
+    last = [p for p in programs.update.programs if p.is_here and p.name.endswith(names)]
     finish = max(map(_own, [*last, *(b.reduce for b in mine if b.reduce is not None)]), default=0)
     gradients = sum(program_bytes(b.zeros)["output_bytes"] for b in mine if b.zeros is not None)
     return state + gradients + max(int(flying) + passes, finish)

@@ -9,17 +9,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Sharding
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from uniap_jax.core.errors import ExecutionError, PlanMismatchError
 from uniap_jax.core.graph import Value
 from uniap_jax.runtime.homes import Layout
-from uniap_jax.runtime.programs import is_key
+from uniap_jax.runtime.presence import absent, is_elsewhere, is_here, laid, on_devices
+from uniap_jax.runtime.programs import is_key, known_mesh
 
 log = logging.getLogger("uniap_jax")
 
 
-def fits(leaf: Any, sharding: Sharding) -> bool:
+def fits(leaf: Any, sharding: NamedSharding) -> bool:
     """Whether a leaf is an array that already lies as planned."""
     if not isinstance(leaf, jax.Array) or not leaf.committed:
         return False  # what nobody put anywhere is the user's own: it is copied, and outlives the step
@@ -54,9 +55,11 @@ def check_leaf(leaf: Any, value: Value) -> None:
         )
 
 
-def place_leaf(leaf: Any, value: Value, sharding: Sharding) -> jax.Array:
+def place_leaf(leaf: Any, value: Value, sharding: NamedSharding) -> jax.Array:
     """A copy of a leaf as planned; never an alias, so that donating it leaves the original alone."""
     check_leaf(leaf, value)
+    if jax.process_count() > 1 and (is_elsewhere(leaf) or not sharding.is_fully_addressable):
+        return _place_across(leaf, value, sharding)
     if isinstance(leaf, jax.Array):
         if leaf.dtype != value.dtype and not is_key(value.dtype):
             leaf = leaf.astype(value.dtype)
@@ -68,6 +71,26 @@ def place_leaf(leaf: Any, value: Value, sharding: Sharding) -> jax.Array:
     return placed
 
 
+def _place_across(leaf: Any, value: Value, sharding: NamedSharding) -> jax.Array:
+    """A copy of a leaf on devices of several processes, each of which makes its shards.
+
+    A leaf that is spread over more devices is whole on all of them for a moment.
+    """
+    if is_elsewhere(leaf) and leaf.sharding.device_set > sharding.device_set and not leaf.is_fully_replicated:
+        leaf = jax.device_put(leaf, NamedSharding(leaf.sharding.mesh, PartitionSpec()))
+    if not is_here(sharding.device_set):
+        return absent(value.shape, value.dtype, sharding)
+    if is_elsewhere(leaf):
+        placed: jax.Array = jax.device_put(on_devices(leaf, known_mesh(sharding), f"state leaf {value.name}"), sharding)
+        return jnp.copy(placed)
+    if not is_key(value.dtype):
+        made: jax.Array = laid(np.asarray(leaf, dtype=value.dtype), sharding)
+        return made
+    data = laid(jax.random.key_data(leaf), NamedSharding(sharding.mesh, sharding.spec))
+    keys: jax.Array = jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
+    return keys
+
+
 class Placer:
     """Brings state leaves to where the plan wants them.
 
@@ -77,7 +100,7 @@ class Placer:
         donated: leaves whose buffers are given up.
     """
 
-    def __init__(self, values: Sequence[Value], shardings: Sequence[Sharding], donated: Sequence[int]) -> None:
+    def __init__(self, values: Sequence[Value], shardings: Sequence[NamedSharding], donated: Sequence[int]) -> None:
         self._values = tuple(values)
         self._shardings = tuple(shardings)
         self._donated = tuple(donated)
@@ -141,7 +164,14 @@ class Placer:
         )
         for first, i in pairs:
             if first != i:
-                placed[i] = jax.device_put(jnp.copy(placed[i]), self._shardings[i])
+                placed[i] = _copied(placed[i], self._shardings[i])
+
+
+def _copied(array: jax.Array, sharding: NamedSharding) -> jax.Array:
+    if not is_here(sharding.device_set):
+        return absent(array.shape, array.dtype, sharding)
+    copied: jax.Array = jax.device_put(jnp.copy(array), sharding)
+    return copied
 
 
 def check_created(values: Sequence[Value], create_state: Callable[..., Any], args: Sequence[Any]) -> None:
@@ -187,6 +217,10 @@ def create(layout: Layout, create_state: Callable[..., Any], args: Sequence[Any]
             return [made[i] for i in mine]
 
         mesh = layout.world if stage is None else layout.meshes[stage]
+        if not is_here(mesh.devices.flat):
+            for i in mine:
+                created[i] = absent(values[i].shape, values[i].dtype, shardings[i])
+            continue
         with jax.set_mesh(mesh):
             made = jax.jit(leaves_here, out_shardings=[shardings[i] for i in mine])(*loose(args))
         for i, leaf in zip(mine, made, strict=True):
@@ -200,5 +234,17 @@ def loose(args: Sequence[Any]) -> Any:
 
 
 def gather_leaf(leaf: Any, device: Any) -> Any:
-    """A leaf on one device."""
+    """A leaf on one device.
+
+    Raises:
+        ExecutionError: parts of it are on other processes' devices.
+    """
+    if is_elsewhere(leaf):
+        if not leaf.is_fully_replicated or not leaf.addressable_shards:
+            raise ExecutionError(
+                f"an array of shape {leaf.shape} has parts on devices of other processes, and is not gathered on "
+                f"{device}; save the state with orbax, which all processes do together, and read it where it is needed",
+                shape=leaf.shape,
+            )
+        leaf = leaf.addressable_data(0)
     return jax.device_put(leaf, device) if isinstance(leaf, jax.Array) else leaf

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from uniap_jax.runtime.crossing import Crossing, Way, carried, programs_of, way_to
 from uniap_jax.runtime.programs import Program, build, known_mesh
 
 Ways = tuple[int, ...]
@@ -87,12 +89,6 @@ def wire(
     raise AssertionError("the layout without cuts is always expressible")
 
 
-def destination(sharding: NamedSharding) -> Any:
-    """What `jax.device_put` is told for a layout: a lone device by its name, which takes it half the time."""
-    mesh = known_mesh(sharding)
-    return mesh.devices.flat[0] if mesh.size == 1 else sharding
-
-
 class Move:
     """One array's way from a stage to another, once per step.
 
@@ -107,14 +103,30 @@ class Move:
         assert isinstance(source, NamedSharding)
         leave, (self.arrives,) = wire(len(shape.shape), source, [target])
         same = leave.is_equivalent_to(source, len(shape.shape))
-        self.program: Program | None = None
+        self._leave: Program | None = None
         if not same:
-            self.program = build(f"{name}_leave", lambda x: x, [shape], mesh=known_mesh(source), outputs=leave)
-        self._destination = destination(self.arrives)
+            self._leave = build(f"{name}_leave", lambda x: x, [shape], mesh=known_mesh(source), outputs=leave)
+        self._way = way_to(name, jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=leave), self.arrives)
+
+    @property
+    def programs(self) -> list[Program]:
+        """Those it needs: to leave in another layout, and to reach another process."""
+        return [*([self._leave] if self._leave is not None else []), *programs_of([self._way])]
 
     def __call__(self, array: Any) -> Any:
         """The array on the target's devices."""
-        return jax.device_put(self.program(array) if self.program is not None else array, self._destination)
+        (arrived,) = carried([self._leave(array) if self._leave is not None else array], [self._way])
+        return arrived
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Parcel:
+    """An array that waits, and the position of a list that gets it."""
+
+    array: Any
+    way: Way
+    place: tuple[list[Any], int]
+    due_s: float
 
 
 class Outbox:
@@ -123,46 +135,56 @@ class Outbox:
     Queueing a copy costs the host about as much as queueing a program, most of it per call. So what is sent waits
     here until a receiver is about to be issued, and then everything that waits leaves in one call. The devices are
     behind the host all the time: nothing moves later for it.
+
+    What crosses to another process holds up the devices at both ends until it is through. It goes when the sender is
+    done by the schedule's clock: earlier the receiver would wait instead of working, later the sender.
     """
 
-    __slots__ = ("_arrays", "_places", "_receivers", "_targets")
+    __slots__ = ("_crossing", "_due_s", "_receivers", "_waiting")
 
     def __init__(self) -> None:
-        self._arrays: list[Any] = []
-        self._targets: list[Any] = []
-        self._places: list[tuple[list[Any], int]] = []
+        self._waiting: list[_Parcel] = []
+        self._crossing: list[_Parcel] = []
         self._receivers: set[Hashable] = set()
+        self._due_s = 0.0
 
-    def post(self, receiver: Hashable, array: Any, target: Any, place: tuple[list[Any], int]) -> None:
+    def post(self, receiver: Hashable, array: Any, way: Way, place: tuple[list[Any], int]) -> None:
         """Leaves an array for a receiver, to be put at a position of a list once it is on its way.
 
         Args:
             receiver: whose turn sends it at the latest.
             array: that travels.
-            target: from `destination`.
+            way: from `way_to`; None where other processes send and receive it.
             place: the list and the position.
         """
-        self._arrays.append(array)
-        self._targets.append(target)
-        self._places.append(place)
-        self._receivers.add(receiver)
+        if isinstance(way, Crossing):
+            self._crossing.append(_Parcel(array=array, way=way, place=place, due_s=self._due_s))
+        elif way is not None:
+            self._waiting.append(_Parcel(array=array, way=way, place=place, due_s=self._due_s))
+            self._receivers.add(receiver)
 
-    def deliver_for(self, receiver: Hashable) -> None:
-        """Sends all that waits, where something of it is for this receiver."""
-        if receiver not in self._receivers:
-            return
-        if len(self._arrays) == 1:
-            sent = [jax.device_put(self._arrays[0], self._targets[0])]
-        else:
-            sent = jax.device_put(self._arrays, self._targets)
-        for (box, position), array in zip(self._places, sent, strict=True):
+    def turn(self, receiver: Hashable, start_s: float, end_s: float) -> None:
+        """Before a task: sends what is due, and all that stays in this process where some of it is for the task.
+
+        Args:
+            receiver: the task.
+            start_s: of the task by the schedule's clock.
+            end_s: likewise; what is posted from now on is due then.
+        """
+        self._due_s = end_s
+        if self._crossing:
+            due = sorted((p for p in self._crossing if p.due_s <= start_s), key=lambda p: p.due_s)
+            self._crossing = [p for p in self._crossing if p.due_s > start_s]
+            self._send(due)
+        if receiver in self._receivers:
+            self._send(self._waiting)
+            self._waiting, self._receivers = [], set()
+
+    @staticmethod
+    def _send(parcels: Sequence[_Parcel]) -> None:
+        for p, array in zip(parcels, carried([p.array for p in parcels], [p.way for p in parcels]), strict=True):
+            box, position = p.place
             box[position] = array
-        self._arrays, self._targets, self._places, self._receivers = [], [], [], set()
-
-
-def shards_of(array: Any) -> dict[Any, Any]:
-    """What each device holds of an array."""
-    return {shard.device: shard.data for shard in array.addressable_shards}
 
 
 def view(shards: Mapping[Any, Any], sharding: NamedSharding) -> Any:
@@ -171,6 +193,12 @@ def view(shards: Mapping[Any, Any], sharding: NamedSharding) -> Any:
     Args:
         shards: of the array, from `shards_of`.
         sharding: on the stage, replicated.
+
+    Returns:
+        None where this process has none of the stage's devices.
     """
-    mine = [shards[d] for d in known_mesh(sharding).devices.flat]
-    return mine[0] if len(mine) == 1 else jax.make_array_from_single_device_arrays(mine[0].shape, sharding, mine)
+    mesh = known_mesh(sharding)
+    mine = [shards[d] for d in mesh.devices.flat if d in shards]
+    if not mine:
+        return None
+    return mine[0] if mesh.size == 1 else jax.make_array_from_single_device_arrays(mine[0].shape, sharding, mine)

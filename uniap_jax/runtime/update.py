@@ -12,9 +12,12 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from uniap_jax.core.jax_compat import Var
+from uniap_jax.runtime.crossing import Crossing, Way, carried, programs_of, way_to
+from uniap_jax.runtime.evaluate import spread
 from uniap_jax.runtime.feed import Held, Leaves
-from uniap_jax.runtime.homes import Layout
-from uniap_jax.runtime.programs import Program, as_function, aval_shape, build, is_key, shape_of
+from uniap_jax.runtime.homes import REPLICATED, Layout
+from uniap_jax.runtime.presence import absent, is_elsewhere, is_here, laid, on_devices
+from uniap_jax.runtime.programs import Program, as_function, aval_shape, build, is_key, known_mesh, shape_of
 from uniap_jax.runtime.update_split import JOIN, Piece
 
 SMALL_METRIC_BYTES = 2**20
@@ -33,6 +36,7 @@ class _Ready:
         program: `(donated leaves, parcels, other inputs) -> (*parcels, *step outputs)`.
         donated: leaves whose buffers the outputs take.
         parcels: that come in from other pieces.
+        ways: of the parcels.
         inputs: variables of the other inputs.
         sends: parcels that go out.
     """
@@ -42,8 +46,24 @@ class _Ready:
     program: Program
     donated: tuple[Var, ...]
     parcels: tuple[Parcel, ...]
+    ways: tuple[Way, ...]
     inputs: tuple[Var, ...]
     sends: tuple[Parcel, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Leaving:
+    """An output that moves after it is computed.
+
+    Attributes:
+        position: among the step's outputs.
+        way: to the devices where it belongs.
+        target: its layout there.
+    """
+
+    position: int
+    way: Way
+    target: NamedSharding
 
 
 Parcel = tuple[Var, ...]
@@ -102,23 +122,27 @@ class Update:
         self._sources = layout.update.sources
         self._sends = [_parcels(piece.outputs[: piece.sent]) for piece in pieces]
         self._carrier = {var: parcel for parcels in self._sends for parcel in parcels for var in parcel}
+        self._sender = {
+            parcel: _stage_of(piece) for piece, parcels in zip(pieces, self._sends, strict=True) for parcel in parcels
+        }
         last = pieces[-1].phase if pieces else 0
         self._ready = [
             self._build(p, sends, frozenset(donated) if p.phase == last else frozenset(), pool)
             for p, sends in zip(pieces, self._sends, strict=True)
         ]
-        self._targets = self._output_targets()
+        self._leaving = self._output_ways(pool)
 
     @property
     def programs(self) -> tuple[Program, ...]:
-        """One per stage and phase, and one per join."""
-        return tuple(r.program for r in self._ready)
+        """One per stage and phase, one per join, and those that take arrays to other processes."""
+        ways = [*(w for r in self._ready for w in r.ways), *(leaving.way for leaving in self._leaving)]
+        return (*(r.program for r in self._ready), *programs_of(ways))
 
     # ---- building ------------------------------------------------------------------------------------------------
 
     def _build(self, piece: Piece, sends: Sequence[Parcel], donated: frozenset[int], pool: Executor | None) -> _Ready:
         layout, flow = self._layout, self._layout.update
-        stage = JOIN_STAGE if piece.place == JOIN else piece.place
+        stage = _stage_of(piece)
         given = self._given(piece, donated)
         order = [v for v in piece.inputs if v not in flow.consts]
         brought = [v for v in order if v in self._carrier and (piece.place == JOIN or v not in self._sources)]
@@ -153,9 +177,15 @@ class Update:
             program=program,
             donated=tuple(given),
             parcels=tuple(parcels),
+            ways=tuple(self._parcel_way(name, p, stage, pool) for p in parcels),
             inputs=tuple(rest),
             sends=tuple(sends),
         )
+
+    def _parcel_way(self, reader: str, parcel: Parcel, stage: int, pool: Executor | None) -> Way:
+        sender, number = self._sender[parcel], list(self._sender).index(parcel)
+        shape = _parcel_shape(parcel, self._layout.on(sender))
+        return way_to(f"parcel_{number}_to_{reader}", shape, self._layout.on(stage), pool)
 
     def _given(self, piece: Piece, donated: frozenset[int]) -> list[Var]:
         """Leaves among a piece's inputs whose buffers its outputs take."""
@@ -197,20 +227,39 @@ class Update:
         if leaf is not None:
             home = layout.leaves[leaf]
             return layout.on(stage, home.spec) if home.stage == stage else layout.on(stage)
-        return layout.on(stage) if step.outputs[position].nbytes <= SMALL_METRIC_BYTES else None
+        if step.outputs[position].nbytes <= SMALL_METRIC_BYTES:
+            return layout.on(stage)
+        return None if jax.process_count() == 1 else spread(step.outputs[position].shape, layout.meshes[stage])
 
-    def _output_targets(self) -> dict[int, NamedSharding]:
-        """Outputs that have to move after they are computed, and where to."""
+    def _output_ways(self, pool: Executor | None) -> tuple[_Leaving, ...]:
+        """Outputs that have to move after they are computed, and how."""
         layout, step = self._layout, self._layout.graph.step
-        targets: dict[int, NamedSharding] = {}
+        found = []
         for ready in self._ready:
             for p in ready.piece.positions:
-                leaf = step.output_leaf[p]
-                if leaf is None and step.outputs[p].nbytes <= SMALL_METRIC_BYTES:
-                    targets[p] = layout.on(None)
+                leaf, value = step.output_leaf[p], step.outputs[p]
+                if leaf is None and value.nbytes <= SMALL_METRIC_BYTES:
+                    target = layout.on(None)
                 elif leaf is not None and layout.leaves[leaf].stage != ready.stage:
-                    targets[p] = layout.state_shardings[leaf]
-        return targets
+                    target = layout.state_shardings[leaf]
+                else:
+                    continue
+                whole = NamedSharding(target.mesh, REPLICATED)
+                way = way_to(
+                    f"output_{p}_from_stage_{ready.stage}", shape_of(value, layout.on(ready.stage)), whole, pool
+                )
+                if not isinstance(way, Crossing):  # within one process any layout is reached from any other
+                    way = target if is_here(target.device_set) else None
+                found.append(_Leaving(position=p, way=way, target=target))
+        return tuple(found)
+
+    def _missing(self, position: int, stage: int) -> jax.Array:
+        """An output of which this process has no part."""
+        layout, step = self._layout, self._layout.graph.step
+        leaf, value = step.output_leaf[position], step.outputs[position]
+        sharding = layout.state_shardings[leaf] if leaf is not None else self._output_sharding(position, stage)
+        assert sharding is not None
+        return absent(value.shape, value.dtype, sharding)
 
     # ---- running -------------------------------------------------------------------------------------------------
 
@@ -241,19 +290,20 @@ class Update:
             sent.update(zip(ready.sends, made, strict=False))
             for position, array in zip(ready.piece.positions, made[len(ready.sends) :], strict=True):
                 outputs[position] = array
-        away = list(self._targets)
-        arrays = jax.device_put([outputs[p] for p in away], [self._targets[p] for p in away]) if away else []
-        for position, array in zip(away, arrays, strict=True):
-            outputs[position] = array
+        away = self._leaving
+        arrays = carried([outputs[leaving.position] for leaving in away], [leaving.way for leaving in away])
+        for leaving, array in zip(away, arrays, strict=True):
+            whole = isinstance(leaving.way, Crossing) and array is not None and leaving.target.spec != REPLICATED
+            outputs[leaving.position] = jax.device_put(array, leaving.target) if whole else array
+        for ready in self._ready:
+            for position in ready.piece.positions:
+                if outputs[position] is None:
+                    outputs[position] = self._missing(position, ready.stage)
         return outputs
 
     def _brought(self, ready: _Ready, sent: Mapping[Parcel, Any]) -> list[Any]:
         """What other pieces computed for this one, on its devices, in one call."""
-        if not ready.parcels:
-            return []
-        target = self._layout.on(ready.stage)
-        arrived: list[Any] = jax.device_put([sent[p] for p in ready.parcels], [target] * len(ready.parcels))
-        return arrived
+        return carried([sent[p] for p in ready.parcels], ready.ways)
 
     def _fetch(
         self,
@@ -268,5 +318,17 @@ class Update:
         if kind == "state":
             return held.fetch(i, stage)
         if kind == "batch":
-            return jax.device_put(batch[i], self._layout.on(stage))
+            return self._row(i, batch[i], stage)
         return results[i] if kind == "result" else grads[i]
+
+    def _row(self, number: int, leaf: Any, stage: int) -> Any:
+        """A leaf of the batch on a stage's devices."""
+        target = self._layout.on(stage)
+        if is_elsewhere(leaf) and is_here(target.device_set):
+            leaf = on_devices(leaf, known_mesh(target), f"batch leaf {self._layout.graph.step.batch[number].name}")
+            return jax.device_put(leaf, target)
+        return laid(leaf, target)
+
+
+def _stage_of(piece: Piece) -> int:
+    return JOIN_STAGE if piece.place == JOIN else piece.place

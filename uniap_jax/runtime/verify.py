@@ -14,6 +14,7 @@ from typing import Any
 
 from uniap_jax.core.graph import LayerGraph
 from uniap_jax.core.plan import Plan
+from uniap_jax.runtime.crossing import CROSSING
 from uniap_jax.runtime.executable import ParallelStep
 from uniap_jax.runtime.mesh_axes import collectives_by_axis
 from uniap_jax.runtime.pipeline import Pipeline
@@ -60,7 +61,7 @@ class StageMemory:
     Attributes:
         stage: its number.
         predicted_bytes: as the plan expects; 0 where it expects nothing.
-        compiled_bytes: as compiled.
+        compiled_bytes: as compiled; 0 where the stage's programs are other processes'.
         rel_error: |predicted - compiled| / compiled; None where nothing is predicted.
     """
 
@@ -134,7 +135,7 @@ def warn(step: ParallelStep, *, tolerance: float = MEMORY_TOLERANCE) -> Verifica
 def _memories(step: ParallelStep) -> Iterator[StageMemory]:
     predicted = step.plan.prediction.peak_bytes or (0.0,) * step.plan.num_stages
     for stage, (want, have) in enumerate(zip(predicted, stage_peaks(step), strict=True)):
-        error = abs(want - have) / have if want > 0 else None
+        error = abs(want - have) / have if want > 0 and have > 0 else None
         yield StageMemory(stage=stage, predicted_bytes=float(want), compiled_bytes=have, rel_error=error)
 
 
@@ -151,7 +152,8 @@ def _problems(
     for fact in facts:
         for line in fact.full_copies:
             yield f"{fact.name} reshards through a full copy in {line}"
-        for kind in sorted(set(fact.collectives) - foreseen(step.plan, fact.stage)):
+        crossing = {"collective-permute"} if fact.name.startswith(CROSSING) else set()
+        for kind in sorted(set(fact.collectives) - foreseen(step.plan, fact.stage) - crossing):
             yield (
                 f"{fact.name} has {fact.collectives[kind]} {kind} that no strategy of stage {fact.stage} asks for, in "
                 f"{fact.places[kind]}"

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 import uniap_jax as uniap
-from uniap_jax.core.errors import InfeasibleError
+from uniap_jax.core.errors import ExecutionError, InfeasibleError
 
 HUGE = (1 << 20, 1 << 22)  # float32s: 16 TiB an example
 
@@ -23,6 +23,11 @@ def train_step(params, batch):
         return jnp.mean((x @ params["c"]) ** 2)
 
     value, grads = jax.value_and_grad(loss)(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+
+def small_step(params, batch):
+    value, grads = jax.value_and_grad(lambda p: jnp.mean(jnp.tanh(batch @ p["a"]) ** 2))(params)
     return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
 
 
@@ -66,3 +71,18 @@ def test_no_plan_is_made_with_it(graph, found):
     costs = uniap.estimate(graph, uniap.local_cluster(devices), found)
     with pytest.raises(InfeasibleError):
         uniap.solve(costs, num_stages=1, num_microbatches=1)
+
+
+def test_a_step_that_finds_no_memory_says_what_was_expected(monkeypatch):
+    devices = jax.devices()[:2]
+    cluster = uniap.local_cluster(devices)
+    small = uniap.trace(small_step, {"a": jnp.ones((16, 16))}, jnp.ones((8, 16)))
+    plan = uniap.solve(uniap.estimate(small, cluster), num_stages=1, num_microbatches=1)
+    step = uniap.compile_plan(small, plan, devices=devices)
+
+    def full(state, batch):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 GiB.\nand much more")
+
+    monkeypatch.setattr(step, "_run", full)
+    with pytest.raises(ExecutionError, match=r"expects .* of .* on its fullest stage .*Out of memory allocating 9 GiB"):
+        step({"a": jnp.ones((16, 16))}, jnp.ones((8, 16)))

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
+OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
+"""What XLA's errors say where a program or an array found no memory."""
+
 
 class UniapError(Exception):
     """Base of all errors raised on purpose by this package.

@@ -10,14 +10,12 @@ from typing import Any, ClassVar
 import jax
 
 from uniap_jax.core.described import Describer
-from uniap_jax.core.errors import ProfileError, TraceError
+from uniap_jax.core.errors import OUT_OF_MEMORY, ProfileError, TraceError
 from uniap_jax.core.profile import LayerCost
 from uniap_jax.core.sharding import make_mesh
 from uniap_jax.profiler.cache import Cache
 from uniap_jax.profiler.order import Entry
 from uniap_jax.profiler.programs import Arrays, Case, Direction, compile_fused, compile_split
-
-OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -11,9 +11,11 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from uniap_jax.core.errors import OUT_OF_MEMORY, ExecutionError
 from uniap_jax.core.graph import LayerGraph
 from uniap_jax.core.jax_compat import no_mesh
 from uniap_jax.core.plan import Plan
+from uniap_jax.core.plan_text import format_bytes
 from uniap_jax.runtime.evaluate import OnAllDevices, Spreader, spread
 from uniap_jax.runtime.programs import Program
 from uniap_jax.runtime.state import Placer, fits, gather_leaf
@@ -92,11 +94,16 @@ class ParallelStep:
 
         Raises:
             PlanMismatchError: the arguments have another structure or other shapes than planned for.
-            ExecutionError: the state was given up to an earlier call.
+            ExecutionError: the state was given up to an earlier call, or the devices have too little memory.
         """
         state, batch = self._graph.step.flatten(*args)
-        with no_mesh():
-            outputs = self._run(self._place(state), self._placed_batch(batch))
+        try:
+            with no_mesh():
+                outputs = self._run(self._place(state), self._placed_batch(batch))
+        except jax.errors.JaxRuntimeError as error:
+            if OUT_OF_MEMORY not in str(error):
+                raise
+            raise _out_of_memory(self.plan, str(error).splitlines()[0]) from error
         return self._graph.step.unflatten(outputs, *args)
 
     def _placed_batch(self, batch: Sequence[Any]) -> list[Any]:
@@ -223,3 +230,16 @@ class ParallelStep:
 
     def __repr__(self) -> str:
         return f"ParallelStep({self.plan.num_stages} stages, {self.plan.num_microbatches} micro-batches)"
+
+
+def _out_of_memory(plan: Plan, told: str) -> ExecutionError:
+    expected = plan.prediction.peak_bytes
+    stage = max(range(len(expected)), key=expected.__getitem__, default=0)
+    peak, limit = (format_bytes(v[stage]) if v else "nothing" for v in (expected, plan.prediction.capacity_bytes))
+    return ExecutionError(
+        f"the devices ran out of memory, where the plan expects {peak} of {limit} on its fullest stage "
+        f"({plan.prediction.source} numbers): {told}. Compare with what the compiler needs (verify=True, or check) and "
+        "plan again with a memory_limit lower by the difference; the state may have been given up to this step",
+        stage=stage,
+        predicted_bytes=expected,
+    )

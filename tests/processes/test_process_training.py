@@ -51,6 +51,7 @@ def launch(scenario: str, size: int, *, devices: int = 4, timeout_s: float = 120
     ranks = [
         subprocess.Popen(
             [sys.executable, str(WORKER), scenario, str(rank), str(size), coordinator, line, str(timeout_s)],
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -62,9 +63,9 @@ def launch(scenario: str, size: int, *, devices: int = 4, timeout_s: float = 120
     end = time.monotonic() + LIMIT_S
     ended = []
     try:
-        for process in ranks:
+        for process in reversed(ranks):  # rank 0 ends after it is spoken to: JAX aborts ranks that outlive it
             out, err = process.communicate(timeout=max(end - time.monotonic(), 1.0))
-            ended.append(Ended(code=process.returncode, out=out, err=err))
+            ended.insert(0, Ended(code=process.returncode, out=out, err=err))
     finally:
         for process in ranks:
             if process.poll() is None:

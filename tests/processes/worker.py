@@ -163,6 +163,7 @@ def main() -> None:
                 plan = pinned(group, scenario, graph)
                 losses = trained(group, graph, plan, leaves, misbehave(scenario, int(rank)))
     print(json.dumps({"rank": int(rank), "losses": losses, "devices": jax.device_count()}), flush=True)
+    sys.stdin.read()  # until the test has seen the ranks above end
     os._exit(0)  # what is tested is done; JAX's own farewell between processes is not
 
 

@@ -22,6 +22,7 @@ import orbax.checkpoint as orbax
 
 import uniap_jax as uniap
 import uniform_support as support
+from uniap_jax.core.errors import ExecutionError
 from uniap_jax.core.graph import LayerGraph
 from uniap_jax.core.plan import Certificate, LayerPlan, Plan, Prediction
 from uniap_jax.core.strategy import Strategy
@@ -53,7 +54,25 @@ def parallelized(group: Group | None, batch: list[np.ndarray], step: Any, **pins
     for _ in range(STEPS):
         state, metrics = planned(state, rows)
         losses.append(float(metrics["loss"]))
+    if planned.plan.executor == "stages" and planned.plan.num_stages > 1:
+        check_refusals(planned, state)
     return losses
+
+
+def check_refusals(planned: Any, state: Any) -> None:
+    """What would show a process a part of the work, or wait for others that are not asked."""
+    alone = replace(planned.plan, stage_devices=((0,), (1,)))
+    for attempt in (
+        planned.monitor,
+        lambda: planned.gather(state),
+        lambda: planned.jit(lambda state: state)(state),
+        lambda: uniap.compile_plan(planned.graph, alone),
+    ):
+        try:
+            attempt()
+        except ExecutionError:
+            continue
+        raise AssertionError(f"{attempt} was not refused")
 
 
 def equal(graph: LayerGraph, size: int) -> Plan:

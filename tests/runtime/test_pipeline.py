@@ -11,6 +11,7 @@ import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+import uniform_support
 from runtime_support import (
     BATCH,
     TOKENS,
@@ -21,6 +22,7 @@ from runtime_support import (
     decoder_state,
     decoder_step,
     make_plan,
+    numbers,
     token_batch,
 )
 from uniap_jax import frontend, runtime
@@ -265,3 +267,15 @@ def test_stages_of_different_sizes(sizes: tuple[int, int], strategies: tuple[str
     )
     held = [{d.id for s in step.in_shardings if len(s.device_set) == n for d in s.device_set} for n in sizes]
     assert held == [set(d) for d in devices]
+
+
+def test_state_is_brought_to_the_layout_in_which_a_stage_reads_it() -> None:
+    """Counts of a scanned `nnx.Rngs` are stored as the weights beside them, and read whole."""
+    built = uniform_support.nnx_stack()
+    case = uniform_support.make_case(built)
+    plan = make_plan(case.graph, stages=2, strategies=("data=4", "fsdp=2,tensor=2", "data=2,tensor=2"))
+    step = runtime.compile(case.graph, plan)
+    state = [jax.device_put(x, s) for x, s in zip(case.state, step.in_shardings, strict=True)]
+    outputs = step.executor(state, case.batch)
+    for expected, found in zip(numbers(case.outputs), numbers(outputs), strict=True):
+        np.testing.assert_allclose(np.asarray(found), np.asarray(expected), rtol=1e-4, atol=1e-5)

@@ -90,9 +90,15 @@ class Begin:
         self.operands = tuple(o for o in spec.operands if graph.operands[o].kind == "state")
         self._atoms += [flow.outvars[len(graph.params) + graph.operands[o].leaf] for o in self.operands]
         self._direct = {a: flow.sources[a][1] for a in variables(self._atoms) if a in flow.sources}
-        self._is_made = [isinstance(a, Literal) or a not in flow.sources for a in self._atoms]
         shardings = [layout.on(stage, layout.params[p].stored) for p in self.params]
         shardings += [operand_sharding(layout, stage, o) for o in self.operands]
+        # the stage takes a parameter as it is stored, an operand as its layers have it: not every leaf is stored so
+        self._is_made = [
+            isinstance(a, Literal)
+            or a not in flow.sources
+            or (i >= len(self.params) and not _lies(leaves.shape(self._direct[a], stage), s))
+            for i, (a, s) in enumerate(zip(self._atoms, shardings, strict=True))
+        ]
         self.shardings = [
             s if made else leaves.shape(self._direct[a], stage).sharding
             for a, s, made in zip(self._atoms, shardings, self._is_made, strict=True)
@@ -125,6 +131,13 @@ class Begin:
             next(made) if is_made else state.fetch(self._direct[a], self._stage)
             for a, is_made in zip(self._atoms, self._is_made, strict=True)
         ]
+
+
+def _lies(leaf: jax.ShapeDtypeStruct, sharding: NamedSharding) -> bool:
+    """Whether a leaf comes in a layout."""
+    found = leaf.sharding
+    assert found is not None
+    return found.is_equivalent_to(sharding, len(leaf.shape))
 
 
 class Feeder:

@@ -185,6 +185,11 @@ def test_a_step_without_a_loop_over_layers_is_the_same() -> None:
     assert graph.fingerprint == trace(step, params, batch).fingerprint
 
 
+def test_a_loop_of_one_turn_is_left_as_it_is() -> None:
+    state, step, batch = support.gpt(scan=True, layers=1)
+    assert trace(step, state, batch, unfold_scans=True).step.by_rows is None
+
+
 def test_microbatches_draw_their_rows_of_random_numbers() -> None:
     state, step, batch = support.gpt(scan=True, remat=True, dropout=0.2)
     graph = trace(step, state, batch, unfold_scans=True)

@@ -102,7 +102,9 @@ def _loops(loss: LossTape) -> tuple[list[Any], list[Var]]:
     params, inputs = set(loss.params), {*loss.params, *loss.state}
     loops, split = [], dict[Var, None]()
     for eqn in loss.eqns:
-        if eqn.primitive.name != "scan" or eqn.effects or flatten(next(inner_jaxprs(eqn))).consts:
+        if eqn.primitive.name != "scan" or eqn.params["length"] < 2 or eqn.effects:
+            continue
+        if flatten(next(inner_jaxprs(eqn))).consts:
             continue
         scanned = eqn.invars[sum(scan_counts(eqn)[:2]) :]
         sources = dict.fromkeys(v for atom in scanned for v in _sources(atom, made, inputs))

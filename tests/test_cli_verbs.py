@@ -127,6 +127,32 @@ def test_check_pins_a_plan_and_compares(tmp_path: Path) -> None:
     assert (2, 2) in strategies
 
 
+LOOP = """
+import jax, jax.numpy as jnp, numpy as np
+
+def build():
+    params = {"w": np.full((4, 8, 8), 0.1, np.float32), "out": np.ones((8, 2), np.float32)}
+    def train_step(params, batch):
+        def loss(params):
+            x, _ = jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), batch["x"], params["w"])
+            return jnp.mean((x @ params["out"]) ** 2)
+        value, grads = jax.value_and_grad(loss)(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+    return params, train_step, {"x": np.ones((8, 8), np.float32)}
+"""
+
+
+def test_a_loop_is_unfolded_where_asked(tmp_path: Path) -> None:
+    (tmp_path / "loop.py").write_text(LOOP)
+    step = ("--step", "loop.py:build", "--devices", "2")
+    folded, unfolded = (answer("trace", *step, *more, cwd=tmp_path) for more in ((), ("--unfold-scans",)))
+    assert "--unfold-scans" in " ".join(folded["notes"])
+    assert len(unfolded["layers"]) == len(folded["layers"]) + 3
+    facts = answer("check", *step, "--unfold-scans", "--source", "described", "--stages", "2", cwd=tmp_path)
+    assert facts["plan"]["num_stages"] == 2
+    assert facts["loss_rel_diff"] <= 1e-5
+
+
 @pytest.mark.parametrize(
     ("pins", "field"),
     [

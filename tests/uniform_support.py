@@ -13,6 +13,7 @@ import optax
 from flax import linen as nn
 from flax import nnx
 from flax.training import train_state
+from jax import lax
 
 from uniap_jax.core.graph import LayerGraph, Value
 from uniap_jax.core.plan import Certificate, LayerPlan, Plan, Prediction
@@ -143,6 +144,46 @@ def residual(*, aux: bool, dtype: Any = jnp.float32, bad: bool = False, rows: in
         return (optax.apply_updates(params, updates), moments), {"loss": value, "terms": terms}
 
     batch = {"x": rng.normal(size=(rows, 8)).astype(np.float32), "y": rng.normal(size=(rows, 4)).astype(np.float32)}
+    return (params, tx.init(params)), step, batch
+
+
+def plain_scan(*, reverse: bool = False, batched: bool = False, before: bool = True) -> tuple[Any, Any, Any]:
+    """`lax.scan` over stacked weights, with a shared bias, a mask from the batch, a cast and collected statistics."""
+    rng, width, layers = np.random.default_rng(0), 16, 4
+
+    def weight(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.normal(size=shape) / np.sqrt(shape[-2] if len(shape) > 1 else 1), jnp.float32)
+
+    params = {"in": weight(8, width), "w": weight(layers, width, width), "bias": weight(width), "out": weight(width, 4)}
+    tx = optax.sgd(0.1, momentum=0.9)
+
+    def step(state: Any, batch: Any) -> Any:
+        params, moments = state
+
+        def loss(params: Any) -> Any:
+            first = jnp.tanh(batch["x"] @ params["in"])
+            gate = jax.nn.sigmoid(batch["x"] @ params["in"])
+            numbers = jnp.arange(layers, dtype=jnp.float32)
+            extra = jnp.broadcast_to(first, (layers, *first.shape)) if batched else numbers
+
+            def turn(x: Any, own: tuple[Any, Any]) -> Any:
+                w, e = own
+                h = jax.nn.relu(x @ w) * batch["mask"][:, None] + params["bias"]
+                return x + h * gate + 0.01 * e, jnp.mean(h**2)
+
+            x, terms = lax.scan(turn, first, (params["w"] * 1.5, extra), reverse=reverse)
+            error = jnp.mean(((x + (first if before else 0.0)) @ params["out"] - batch["y"]) ** 2)
+            return error + 0.1 * terms.sum(), terms
+
+        (value, terms), grads = jax.value_and_grad(loss, has_aux=True)(params)
+        updates, moments = tx.update(grads, moments, params)
+        return (optax.apply_updates(params, updates), moments), {"loss": value, "terms": terms}
+
+    batch = {
+        "x": rng.normal(size=(8, 8)).astype(np.float32),
+        "y": rng.normal(size=(8, 4)).astype(np.float32),
+        "mask": (rng.random(8) > 0.3).astype(np.float32),
+    }
     return (params, tx.init(params)), step, batch
 
 

@@ -111,6 +111,7 @@ class Parallelized:
             batch_argnums=self._options.batch_argnums,
             static_argnums=self._options.static_argnums,
             logical_axis_rules=self._options.logical_axis_rules,
+            unfold_scans=self._options.unfold_scans,
         )
         # an optimizer built anew is another function, not another model: its update is compiled, nothing is solved
         plan = next((p.plan for p in self._planned if p.graph.fingerprint == graph.fingerprint), self._options.plan)
@@ -200,6 +201,7 @@ def parallelize(
     static_argnums: int | Sequence[int] = (),
     axis_name: str | None = None,
     logical_axis_rules: frontend.AxisRules | None = None,
+    unfold_scans: bool = False,
     num_stages: int | Literal["auto"] = "auto",
     num_microbatches: int | Literal["auto"] = "auto",
     schedule: str = "auto",
@@ -234,6 +236,9 @@ def parallelize(
         axis_name: of a step written for `pmap`: bound to the whole batch.
         logical_axis_rules: what may split the dimensions that a Flax model names, for example
             (("mlp", "tensor"), ("embed", "fsdp"), ("kv", None)); None leaves all to the search.
+        unfold_scans: whether the turns of a loop over layers (`nn.scan`, `nnx.scan`, `lax.scan`) are layers with a plan
+            each, of stages with a program each. They compile as long as layers that are written out; as it is, a loop
+            is one layer, which compiles as fast at any depth and which one program for equal stages can share out.
         num_stages: pipeline stages, or "auto".
         num_microbatches: micro-batches per step, or "auto".
         schedule: "gpipe", "one_f_one_b" or "auto".
@@ -275,6 +280,7 @@ def parallelize(
         static_argnums=numbers(static_argnums),
         axis_name=axis_name,
         logical_axis_rules=logical_axis_rules,
+        unfold_scans=unfold_scans,
         num_stages=num_stages,
         num_microbatches=num_microbatches,
         schedule=schedule,

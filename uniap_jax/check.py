@@ -99,6 +99,7 @@ def check(
     plan: Plan | None = None,
     profile: Profile | None = None,
     steps: int = 3,
+    unfold_scans: bool = False,
     **pins: Any,
 ) -> CheckReport:
     """Checks a step under a plan, or under the best plan that satisfies the pins.
@@ -109,6 +110,7 @@ def check(
         plan: the plan to run; where None it is solved for from `profile` (published rates where that is None too).
         profile: a profile made before.
         steps: optimizer steps to compare.
+        unfold_scans: as of `trace`.
         **pins: `num_stages`, `num_microbatches`, `schedule`, `strategy` of `solve`.
 
     Raises:
@@ -117,7 +119,7 @@ def check(
     """
     state, train_step, batch = build()
     devices = list(jax.devices() if devices is None else devices)
-    graph = trace(train_step, state, batch)
+    graph = trace(train_step, state, batch, unfold_scans=unfold_scans)
     if plan is None:
         plan = solve(estimate(graph, local_cluster(devices), profile), baselines=False, **pins)
     return check_plan(graph, plan, (state, batch), devices=devices, steps=steps)

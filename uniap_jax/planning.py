@@ -80,6 +80,7 @@ class Options:
     static_argnums: tuple[int, ...]
     axis_name: str | None
     logical_axis_rules: frontend.AxisRules | None
+    unfold_scans: bool
     num_stages: int | Literal["auto"]
     num_microbatches: int | Literal["auto"]
     schedule: str

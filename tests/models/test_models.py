@@ -132,6 +132,17 @@ def test_plan_equals_one_device(
     assert captured.out == ""
 
 
+@pytest.mark.parametrize("stages", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_a_loop_is_planned_turn_by_turn(stages: int) -> None:
+    """Flax's own `nnx.scan` over layers, with statistics and keys that change inside."""
+    module = load("flaxex_nnx_scan")
+    state, train_step, batch = module.build()
+    graph = uniap.trace(train_step, state, batch, unfold_scans=True)
+    assert len(graph.layers) == 5  # and the loss
+    report = check_plan(graph, planned(graph, f"data={4 // stages}", stages=stages), (state, batch), steps=2)
+    assert report.ok, (report.loss_rel_diff, report.grad_rel_diff, report.grad_leaf)
+
+
 def test_micro_batches_of_normalised_batches_are_refused() -> None:
     graph, _, _ = traced("hf_resnet")
     with pytest.raises(ValueError, match=r"num_microbatches=2") as caught:

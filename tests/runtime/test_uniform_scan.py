@@ -5,11 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-import optax
 import pytest
-from jax import lax
 
 import uniform_support as support
 from uniap_jax.core.errors import StrategyError
@@ -49,49 +45,9 @@ def test_linen_scan_in_microbatches() -> None:
     assert all(sharding.spec[0] == "stage" for _, sharding in stacked)
 
 
-def plain(*, reverse: bool = False, batched: bool = False, before: bool = True) -> tuple[Any, Any, Any]:
-    """`lax.scan` over stacked weights, with a shared bias, a mask from the batch, a cast and collected statistics."""
-    rng, width, layers = np.random.default_rng(0), 16, 4
-
-    def weight(*shape: int) -> jax.Array:
-        return jnp.asarray(rng.normal(size=shape) / np.sqrt(shape[-2] if len(shape) > 1 else 1), jnp.float32)
-
-    params = {"in": weight(8, width), "w": weight(layers, width, width), "bias": weight(width), "out": weight(width, 4)}
-    tx = optax.sgd(0.1, momentum=0.9)
-
-    def step(state: Any, batch: Any) -> Any:
-        params, moments = state
-
-        def loss(params: Any) -> Any:
-            first = jnp.tanh(batch["x"] @ params["in"])
-            gate = jax.nn.sigmoid(batch["x"] @ params["in"])
-            numbers = jnp.arange(layers, dtype=jnp.float32)
-            extra = jnp.broadcast_to(first, (layers, *first.shape)) if batched else numbers
-
-            def turn(x: Any, own: tuple[Any, Any]) -> Any:
-                w, e = own
-                h = jax.nn.relu(x @ w) * batch["mask"][:, None] + params["bias"]
-                return x + h * gate + 0.01 * e, jnp.mean(h**2)
-
-            x, terms = lax.scan(turn, first, (params["w"] * 1.5, extra), reverse=reverse)
-            error = jnp.mean(((x + (first if before else 0.0)) @ params["out"] - batch["y"]) ** 2)
-            return error + 0.1 * terms.sum(), terms
-
-        (value, terms), grads = jax.value_and_grad(loss, has_aux=True)(params)
-        updates, moments = tx.update(grads, moments, params)
-        return (optax.apply_updates(params, updates), moments), {"loss": value, "terms": terms}
-
-    batch = {
-        "x": rng.normal(size=(8, 8)).astype(np.float32),
-        "y": rng.normal(size=(8, 4)).astype(np.float32),
-        "mask": (rng.random(8) > 0.3).astype(np.float32),
-    }
-    return (params, tx.init(params)), step, batch
-
-
 @pytest.mark.parametrize("schedule", ["gpipe", "one_f_one_b"])
 def test_plain_scan_with_all_that_can_hang_on_it(schedule: str) -> None:
-    case = support.make_case(plain())
+    case = support.make_case(support.plain_scan())
     found = check(case, looped(case, 4, 1, "data=2", schedule))
     run = found.program.pipeline.stages.run
     assert {s.kind for s in run.slots} == {"chain", "relay", "extra"}
@@ -110,7 +66,10 @@ def test_nnx_scan_with_statistics_that_change() -> None:
 
 
 def test_loops_that_cannot_be_split_say_why() -> None:
-    for built, why in ((plain(reverse=True), "backwards"), (plain(batched=True), "computed from the batch")):
+    for built, why in (
+        (support.plain_scan(reverse=True), "backwards"),
+        (support.plain_scan(batched=True), "computed from the batch"),
+    ):
         state, step, batch = built
         graph = trace(step, state, batch)
         plan = support.pinned(graph, 4, 1, "data=2", "gpipe", stages=[0] * len(graph.layers))

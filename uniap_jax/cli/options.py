@@ -104,6 +104,11 @@ def _step() -> _Parser:
         metavar="FILE.py:build",
         help="the train step: FILE.py:build or pkg.mod:build, where build() returns (state, train_step, batch)",
     )
+    step.add_argument(
+        "--unfold-scans",
+        action="store_true",
+        help="make a layer of every turn of a loop over layers (nn.scan, nnx.scan, lax.scan); wanted again with --plan",
+    )
     return step
 
 

@@ -156,6 +156,7 @@ def check(options: Namespace, output: Output) -> int:
         plan=_load(options.plan) if options.plan else None,
         profile=profile,
         steps=options.steps,
+        unfold_scans=options.unfold_scans,
         **({} if options.plan else {**_pins(options), "time_limit_s": options.time_limit}),
     )
     facts = report.to_dict()
@@ -171,7 +172,8 @@ def _accuracy(options: Namespace, output: Output) -> int:
     if options.plan:
         raise UsageError("--accuracy compares many plans; leave --plan out")
     state, train_step, batch = load_build(options.step)()
-    graph, cluster = uniap.trace(train_step, state, batch), _cluster(options)
+    graph = uniap.trace(train_step, state, batch, unfold_scans=options.unfold_scans)
+    cluster = _cluster(options)
 
     def price(first: Sequence[Key], share: float) -> TableModel:
         return estimate(graph, cluster, _profile(options, graph, cluster, first, share))
@@ -206,7 +208,7 @@ def run(options: Namespace, output: Output) -> int:
     """Trains under a plan."""
     state, train_step, batch = load_build(options.step)()
     cluster = _cluster(options)
-    graph = uniap.trace(train_step, state, batch)
+    graph = uniap.trace(train_step, state, batch, unfold_scans=options.unfold_scans)
     chosen = _load(options.plan) if options.plan else _plan(options, graph, cluster)
     step = uniap.compile_plan(graph, chosen, cluster)
     state = step.place(state, batch)
@@ -274,7 +276,7 @@ def demo(options: Namespace, output: Output) -> int:
 
 def _trace(options: Namespace) -> LayerGraph:
     state, train_step, batch = load_build(options.step)()
-    return uniap.trace(train_step, state, batch)
+    return uniap.trace(train_step, state, batch, unfold_scans=options.unfold_scans)
 
 
 def _cluster(options: Namespace) -> Cluster:

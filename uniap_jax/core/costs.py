@@ -6,7 +6,8 @@ The cost model fills one `CostTables` per candidate, every engine of the planner
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -21,6 +22,11 @@ if TYPE_CHECKING:  # that module imports this one
 FloatArray = NDArray[np.float64]
 BoolArray = NDArray[np.bool_]
 
+ANY_STAGE = -1
+
+FORBIDDEN = 8.0
+"""Capacities that a layer seems to need on a stage where it must not lie, so that nothing puts it there."""
+
 MEMORY_TOLERANCE = 1e-9
 """Relative slack on capacities: sums of floats in another order must not turn a full stage into an overfull one."""
 
@@ -33,11 +39,14 @@ class Candidate:
         num_stages: pipeline stages P.
         num_microbatches: micro-batches per step c.
         schedule: "gpipe" or "one_f_one_b"; of no effect with one stage.
+        storage: how layers that were unfolded from loops store what is theirs, for their parameters are one array: as
+            of `core.strategy.storage`; "" where there are none, or where it is left open.
     """
 
     num_stages: int
     num_microbatches: int
     schedule: str = "gpipe"
+    storage: str = ""
 
     def __post_init__(self) -> None:
         if self.num_stages < 1 or self.num_microbatches < 1:
@@ -72,6 +81,8 @@ class CostTables:
         edge_tensor: per edge, id of the tensor it carries, or None where each edge carries its own. Edges with one
             id share the writer; the tensor crosses a boundary once, at the price of the dearest of them.
         layer_names: for people; may be empty.
+        stage_of: the stage that a layer must lie on, ANY_STAGE where it may lie on any; () where all may. Their
+            memory elsewhere is FORBIDDEN, see `kept_on`.
     """
 
     candidate: Candidate
@@ -87,6 +98,7 @@ class CostTables:
     strategies: tuple[Strategy, ...] = ()
     edge_tensor: tuple[int, ...] | None = None
     layer_names: tuple[str, ...] = ()
+    stage_of: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         shape = (self.num_layers, self.candidate.num_stages, self.num_strategies)
@@ -146,6 +158,20 @@ class CostTables:
         for e, tensor in enumerate(self.edge_tensor):
             groups.setdefault(tensor, []).append(e)
         return tuple(tuple(g) for g in groups.values())
+
+
+def kept_on(tables: CostTables, stage_of: Sequence[int]) -> CostTables:
+    """The tables with layers that must lie on a stage: elsewhere they seem to need more memory than there is.
+
+    Args:
+        tables: of a candidate.
+        stage_of: per layer, ANY_STAGE where it may lie on any.
+    """
+    wanted, stages = np.asarray(stage_of)[:, None], np.arange(tables.candidate.num_stages)[None, :]
+    elsewhere = (wanted != ANY_STAGE) & (wanted != stages)
+    too_much = FORBIDDEN * tables.capacity_bytes[None, :, None]
+    memory = np.where(elsewhere[:, :, None], too_much, tables.memory_bytes)
+    return replace(tables, memory_bytes=memory, stage_of=tuple(stage_of))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,6 +288,11 @@ def _violations(tables: CostTables, stage: np.ndarray, strategy: np.ndarray, mem
     found = [f"stage {i} is empty" for i in sorted(set(range(len(memory))) - set(stage.tolist()))]
     legal = tables.allowed[np.arange(len(stage)), strategy]
     found += [f"layer {u} may not take strategy {strategy[u]}" for u in np.flatnonzero(~legal)]
+    found += [
+        f"layer {u} lies on stage {stage[u]} and must lie on {wanted}"
+        for u, wanted in enumerate(tables.stage_of)
+        if wanted not in (ANY_STAGE, stage[u])
+    ]
     found += [
         f"layer {v} on stage {stage[v]} reads from layer {u} on the later stage {stage[u]}"
         for u, v in tables.edges

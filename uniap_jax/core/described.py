@@ -243,7 +243,7 @@ class Describer:
             return 0.0, 0.0, 0.0
         cluster, ways = self.cluster, np.where(work.split, strategy.tensor, 1)
         rates = np.array([cluster.flops_per_s(d or "float32") for d in work.dtypes]) * cluster.matmul_efficiency
-        bandwidth = cluster.memory_bandwidth_bytes_per_s * cluster.memory_efficiency
+        bandwidth = cluster.streamed_bytes_per_s
         return (
             float((work.flops / rates / ways).sum()),
             float((work.nbytes / bandwidth / ways).sum()),
@@ -265,7 +265,7 @@ class Describer:
     def _seconds(self, work: Pass, strategy: Strategy) -> float:
         cluster, ways = self.cluster, np.where(work.split, strategy.tensor, 1)
         rates = np.array([cluster.flops_per_s(d or "float32") for d in work.dtypes]) * cluster.matmul_efficiency
-        bandwidth = cluster.memory_bandwidth_bytes_per_s * cluster.memory_efficiency
+        bandwidth = cluster.streamed_bytes_per_s
         compute = np.maximum(work.flops / rates, work.nbytes / bandwidth) / ways if len(work.dtypes) else np.zeros(0)
         return float(compute.sum() + len(compute) * cluster.op_overhead_s + self._reduce_s(work, strategy))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from uniap_jax.core.jax_compat import ClosedJaxpr
@@ -112,6 +112,7 @@ class Step:
             values into the objects among `args`.
         state_result: `state_result(state leaves)`: the user's non-batch argument (a tuple where there are several).
         flat: `flat(*state leaves, *batch leaves) -> outputs`: the user's own step, not captured; the reference.
+        by_rows: the same step on rows of stacked leaves, where loops over layers were unfolded.
     """
 
     before: ClosedJaxpr
@@ -125,6 +126,24 @@ class Step:
     unflatten: Callable[..., Any]
     state_result: Callable[..., Any]
     flat: Callable[..., list[Any]]
+    by_rows: RowStep | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RowStep:
+    """A step whose stacked leaves [L, ...] are taken apart, so that rows of different layers may live apart.
+
+    Attributes:
+        step: on leaves by rows; its `flatten`, `unflatten`, `state_result` and `flat` are those of the user's leaves.
+        leaves: for each of the user's state leaves the positions of its rows in `step.state`; one where it is whole.
+        outputs: likewise for each output, in `step.outputs`.
+        params: per stacked parameter the positions of its rows in `LayerGraph.params`.
+    """
+
+    step: Step
+    leaves: tuple[tuple[int, ...], ...]
+    outputs: tuple[tuple[int, ...], ...]
+    params: tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -165,6 +184,14 @@ class LayerGraph:
     fingerprint: str
     notes: tuple[str, ...] = field(default=())
     split_cause: str = ""
+
+    @property
+    def by_rows(self) -> LayerGraph:
+        """The same layers with a step on rows of stacked leaves; itself where no loop was unfolded."""
+        rows, again = self.step.by_rows, self.microbatch
+        if rows is None:
+            return self
+        return replace(self, step=rows.step, microbatch=lambda count: again(count).by_rows)
 
     @property
     def producer(self) -> dict[int, int]:

@@ -152,6 +152,11 @@ class Cluster:
         """Memory of one device that a plan may use."""
         return parse_limit(self.memory_limit, self.memory_bytes)
 
+    @property
+    def streamed_bytes_per_s(self) -> float:
+        """Rate at which fused element-wise code goes over memory."""
+        return self.memory_bandwidth_bytes_per_s * self.memory_efficiency
+
     def flops_per_s(self, dtype: str) -> float:
         """Peak rate of matrix products of a dtype; that of float32 where it is not listed."""
         rates = dict(self.peak_flops)

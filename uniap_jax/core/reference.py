@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from uniap_jax.core.graph import LayerGraph, Value
+from uniap_jax.core.graph import LayerGraph, Step, Value
 
 
 def reference_results(graph: LayerGraph, *, index: int = 0) -> Callable[..., tuple[list[Any], list[Any]]]:
@@ -59,8 +59,16 @@ def with_gradients(graph: LayerGraph) -> LayerGraph:
 
     Called as `step(state leaves, batch leaves)`.
     """
-    step, count = graph.step, len(graph.params)
-    results = len(graph.results)
+    step = _with_gradients(graph, graph.step)
+    if (rows := graph.step.by_rows) is not None:
+        more = tuple((len(rows.step.outputs) + i,) for i in range(1 + len(graph.params)))
+        inner = _with_gradients(graph, rows.step)
+        step = replace(step, by_rows=replace(rows, step=inner, outputs=(*rows.outputs, *more)))
+    return replace(graph, step=step, microbatch=lambda count: replace(graph.microbatch(count), step=step))
+
+
+def _with_gradients(graph: LayerGraph, step: Step) -> Step:
+    count, results = len(graph.params), len(graph.results)
     extra = 1 + count
 
     def update(*args: Any) -> list[Any]:
@@ -72,7 +80,7 @@ def with_gradients(graph: LayerGraph) -> LayerGraph:
     loss_value = graph.values[graph.results[0]]
     outputs = (Value(shape=(), dtype=loss_value.dtype, name="loss"), *graph.params)
 
-    with_grads = replace(
+    return replace(
         step,
         update=jax.make_jaxpr(update)(*shapes),
         outputs=(*step.outputs, *outputs),
@@ -81,4 +89,3 @@ def with_gradients(graph: LayerGraph) -> LayerGraph:
         unflatten=lambda outputs, *_: list(outputs),
         state_result=list,
     )
-    return replace(graph, step=with_grads, microbatch=lambda count: replace(graph.microbatch(count), step=with_grads))

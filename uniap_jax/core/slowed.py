@@ -55,7 +55,8 @@ def price(model: CostModel, plan: Plan) -> float | None:
         plan: with a program per stage.
     """
     candidate = Candidate(num_stages=plan.num_stages, num_microbatches=plan.num_microbatches, schedule=plan.schedule)
-    if candidate not in model.candidates() or model.stage_devices(plan.num_stages) != plan.stage_devices:
+    known = {replace(c, storage="") for c in model.candidates()}
+    if candidate not in known or model.stage_devices(plan.num_stages) != plan.stage_devices:
         return None
     tables = model.tables(candidate)
     position = {s: k for k, s in enumerate(tables.strategies)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import combinations_with_replacement, product
 
 from uniap_jax.core.errors import StrategyError
@@ -175,6 +175,11 @@ def enumerate_strategies(
 
 def _order(s: Strategy) -> tuple[object, ...]:
     return (s.tensor, s.sequence, s.context, s.expert, s.fsdp, -s.data, KEEPS.index(s.keep), -s.zero)
+
+
+def storage(strategy: Strategy) -> str:
+    """What says how a strategy stores parameters and optimizer state: its degrees and ZeRO stage, as text."""
+    return str(replace(strategy, keep="all", sequence=False))
 
 
 def used_degrees(strategy: Strategy) -> tuple[str, ...]:

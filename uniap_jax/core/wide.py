@@ -46,8 +46,14 @@ def widened(graph: LayerGraph) -> LayerGraph:
 
     Called as `step(state leaves, batch leaves)` on leaves that went through `wide_array`.
     """
-    step = graph.step
-    wide_step = replace(
+    step = _wide_step(graph.step)
+    wide = _wide_layers(graph, step)
+    return replace(wide, step=replace(step, flat=_flat(wide)))
+
+
+def _wide_step(step: Step) -> Step:
+    rows = step.by_rows
+    return replace(
         step,
         before=widen(step.before),
         update=widen(step.update),
@@ -57,9 +63,8 @@ def widened(graph: LayerGraph) -> LayerGraph:
         flatten=lambda state, batch: (list(state), list(batch)),
         unflatten=lambda outputs, *_: list(outputs),
         state_result=list,
+        by_rows=None if rows is None else replace(rows, step=_wide_step(rows.step)),
     )
-    wide = _wide_layers(graph, wide_step)
-    return replace(wide, step=replace(wide_step, flat=_flat(wide)))
 
 
 def _wide_layers(graph: LayerGraph, step: Step) -> LayerGraph:

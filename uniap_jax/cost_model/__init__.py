@@ -7,6 +7,7 @@ from uniap_jax.core.machine import Cluster
 from uniap_jax.core.profile import Profile
 from uniap_jax.cost_model.assemble import TableModel
 from uniap_jax.cost_model.parts import with_memory_parts
+from uniap_jax.cost_model.rows import RowModel
 from uniap_jax.cost_model.unmeasured import unmeasured
 
 __all__ = ["TableModel", "estimate", "unmeasured", "with_memory_parts"]
@@ -35,4 +36,5 @@ def estimate(
     """
     if profile is not None:
         profile.check_belongs(graph_fingerprint=graph.fingerprint, cluster=cluster, batch_size=graph.batch_size)
-    return TableModel(graph, cluster, profile, keeps=keeps)
+    make = TableModel if graph.step.by_rows is None else RowModel
+    return make(graph, cluster, profile, keeps=keeps)

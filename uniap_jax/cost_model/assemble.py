@@ -26,7 +26,7 @@ from uniap_jax.cost_model.equal_stages import EqualModel
 from uniap_jax.cost_model.memory import Held, beside_state
 from uniap_jax.cost_model.pipeline import busy_factor, flights, turns_at_once, working_share
 from uniap_jax.cost_model.reshard import bundles, edge_tables
-from uniap_jax.cost_model.state import Shares, layer_shares, state_bytes
+from uniap_jax.cost_model.state import Shares, charged_to, layer_shares, state_bytes
 
 FloatArray = NDArray[np.float64]
 
@@ -165,9 +165,8 @@ class TableModel:
 
     def layer_cost(self, layer: int, strategy: Strategy, *, num_microbatches: int = 1) -> LayerCost:
         """What one micro-batch of a layer costs, and where the number comes from."""
-        samples = self.batch_size // num_microbatches
         fused = strategy.num_devices == self.num_devices
-        return self._cost(self.graph.layers[layer], strategy, samples, fused)
+        return self._cost(self.graph.layers[layer], strategy, self.batch_size // num_microbatches, fused)
 
     def stage_cost(self, layer: int, strategy: Strategy, candidate: Candidate, stage: int) -> LayerCost:
         """What one micro-batch of a layer costs on a stage; see `cost_model.pipeline.turns_at_once`.
@@ -348,18 +347,20 @@ class TableModel:
             self._updates[key] = self._described_update_s(layer, key[1])
         return self._updates[key]
 
+    @property
+    def update_bytes_per_s(self) -> float:
+        """Of the optimizer update."""
+        return self._rates.update_bytes_per_s or self.cluster.streamed_bytes_per_s
+
     def _described_update_s(self, layer: Layer, strategy: Strategy) -> float:
         shares = self.shares(layer, strategy)
-        moved = leaves = 0.0
+        moved = 0.0
         for i, p in enumerate(layer.params):
             own = self.state.param[p] * shares.optimizer[i]
             moved += 2.0 * own + self.state.work[p] * shares.optimizer[i]
             moved += 2.0 * self.state.optimizer[p] * shares.optimizer[i]
-            leaves += 1
-        rate = self._rates.update_bytes_per_s or (
-            self.cluster.memory_bandwidth_bytes_per_s * self.cluster.memory_efficiency
-        )
-        seconds = moved / rate + leaves * (self._rates.update_leaf_s or self.cluster.op_overhead_s)
+        leaf_s = self._rates.update_leaf_s or self.cluster.op_overhead_s
+        seconds = moved / self.update_bytes_per_s + len(layer.params) * leaf_s
         if strategy.fsdp > 1 and strategy.zero < 3:
             weights = self.weights(layer, strategy)
             seconds += self.links.time_s("all_gather", weights.used, strategy.fsdp, strategy.tensor)
@@ -394,15 +395,5 @@ class TableModel:
         return Held(state=state, grads=grads, full_grads=full)
 
     def _counts_here(self, layer: int, param: int, stages: int) -> bool:
-        """Whether a shared parameter is charged to this layer: once for every stage's worth of layers.
-
-        Exact where a stage holds L/P layers; a table of layers cannot know which of them share a stage.
-        """
-        users, reach = self._users[param], len(self.graph.layers) // stages
-        last: int | None = None
-        for user in users:
-            charged = last is None or user - last >= reach
-            if user == layer:
-                return charged
-            last = user if charged else last
-        return True
+        """Whether a shared parameter is charged to this layer."""
+        return charged_to(layer, self._users[param], len(self.graph.layers) // stages)

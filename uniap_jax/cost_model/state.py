@@ -97,6 +97,25 @@ def state_bytes(graph: LayerGraph) -> StateBytes:
     )
 
 
+def charged_to(layer: int, users: Sequence[int], reach: int) -> bool:
+    """Whether a shared parameter is charged to a layer: once for every stage's worth of layers.
+
+    Exact where a stage holds L/P layers; a table of layers cannot know which of them share a stage.
+
+    Args:
+        layer: one of `users`.
+        users: layers that read the parameter, in order.
+        reach: layers of a stage.
+    """
+    last: int | None = None
+    for user in users:
+        charged = last is None or user - last >= reach
+        if user == layer:
+            return charged
+        last = user if charged else last
+    return True
+
+
 def _path(graph: LayerGraph, param: int) -> str:
     leaf = graph.step.param_leaf[param]
     return graph.params[param].name if leaf is None else graph.step.state[leaf].name

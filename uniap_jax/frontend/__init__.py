@@ -24,6 +24,7 @@ from uniap_jax.frontend.names import AxisRules, with_rules
 from uniap_jax.frontend.place import placed
 from uniap_jax.frontend.rng import CannotSlice, slice_random_bits
 from uniap_jax.frontend.split import LossTape, SplitStep, split_step
+from uniap_jax.frontend.unfold import Unfolded, part_names, row_step, unfold, unfold_loss
 
 __all__ = ["AxisRules", "mark_layer", "trace"]
 
@@ -36,6 +37,7 @@ def trace(
     batch_argnums: int | Sequence[int] = (1,),
     static_argnums: int | Sequence[int] = (),
     logical_axis_rules: AxisRules | None = None,
+    unfold_scans: bool = False,
 ) -> LayerGraph:
     """Captures a train step and cuts its loss into layers; nothing is computed or compiled.
 
@@ -46,6 +48,8 @@ def trace(
         static_argnums: arguments handed to the step as they are.
         logical_axis_rules: what may split the dimensions that a Flax model names, for example
             (("mlp", "tensor"), ("embed", "fsdp"), ("kv", None)); None leaves all to the search.
+        unfold_scans: whether a loop over layers with stacked parameters (`nn.scan`, `nnx.scan`, `lax.scan`) is written
+            out, each turn a layer of its own, instead of being one layer.
 
     Returns:
         The graph of layers, in trace order.
@@ -57,7 +61,7 @@ def trace(
     static_argnums = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
     arguments = Arguments(args, batch_argnums=batch_argnums, static_argnums=static_argnums)
     with no_mesh():
-        graph = _Tracer(train_step, arguments).graph()
+        graph = _Tracer(train_step, arguments, unfold_scans=unfold_scans).graph()
         return graph if logical_axis_rules is None else with_rules(graph, arguments.dim_names(args), logical_axis_rules)
 
 
@@ -70,6 +74,14 @@ def _fingerprint(cut: Cut, params: Sequence[Value], step: Step) -> str:
     layers = [(layer.params, layer.reads, layer.writes) for layer in cut.layers]
     values = [(shape_of(a).shape, str(shape_of(a).dtype)) for a in cut.values]
     return hashlib.sha256(repr((shapes, layers, values)).encode()).hexdigest()[:32]
+
+
+def _unfolded(captured: Captured) -> Unfolded | None:
+    """A step with its loops written out, what its loss makes of parameters beside the readers; None without loops."""
+    parts, arguments = split_step(captured), captured.arguments
+    output_leaf = arguments.output_leaf(parts.update.out_avals)
+    found = unfold(parts, output_leaf, num_batch=len(arguments.batch))
+    return found and replace(found, parts=replace(found.parts, loss=placed(found.parts.loss)))
 
 
 def _split(captured: Captured) -> SplitStep:
@@ -95,10 +107,11 @@ class _Batching:
 class _Tracer:
     """One traced call; re-traces it at other batch sizes with the same cuts."""
 
-    def __init__(self, step: Callable[..., Any], arguments: Arguments) -> None:
+    def __init__(self, step: Callable[..., Any], arguments: Arguments, *, unfold_scans: bool = False) -> None:
         self.step, self.arguments = step, arguments
         self.captured = capture(step, arguments)
-        self.whole = _split(self.captured)
+        self.unfolded = _unfolded(self.captured) if unfold_scans else None
+        self.whole = self.unfolded.parts if self.unfolded is not None else _split(self.captured)
         self.index = Var(jax.make_jaxpr(lambda i: i)(jax.ShapeDtypeStruct((), jnp.int32)).in_avals[0])
         work = weigh(self.whole.loss)
         if not work.order:
@@ -110,14 +123,16 @@ class _Tracer:
         self._cache: dict[int, LayerGraph] = {}
         self._lock = threading.Lock()
 
-    def _retrace(self, size: int) -> SplitStep:
-        return _split(capture(self.step, self.arguments.resized(size)))
+    def _retrace(self, size: int) -> LossTape:
+        loss = split_step(capture(self.step, self.arguments.resized(size))).loss
+        found = unfold_loss(loss) if self.unfolded is not None else None
+        return placed(loss if found is None else found.loss)
 
     def _batching(self) -> _Batching:
         """Kinds of all values, from a second trace at twice the batch."""
         loss = self.whole.loss
         try:
-            large = self._retrace(self.arguments.batch_size * FACTOR).loss
+            large = self._retrace(self.arguments.batch_size * FACTOR)
         except (TypeError, ValueError, AssertionError) as error:  # JAX's, or the user's own check of a shape
             return self._unfollowed(f"the step does not trace at another batch size ({_first_line(error)})")
         try:
@@ -194,12 +209,13 @@ class _Tracer:
         return tuple(self._value(a, f"output of {writer[i]}") for i, a in enumerate(cut.values))
 
     def _params(self) -> tuple[Value, ...]:
-        names = self.arguments.state_names
+        names, leaves = self.arguments.state_names, self.whole.param_leaf
+        if self.unfolded is not None:
+            names, leaves = part_names(names, self.unfolded.leaves), self.unfolded.param_leaf
+        told = [f"parameter {i}" if leaf is None else names[leaf] for i, leaf in enumerate(leaves)]
         return tuple(
-            Value(
-                shape=shape_of(v).shape, dtype=shape_of(v).dtype, name=f"parameter {i}" if leaf is None else names[leaf]
-            )
-            for i, (v, leaf) in enumerate(zip(self.whole.loss.params, self.whole.param_leaf, strict=True))
+            Value(shape=shape_of(v).shape, dtype=shape_of(v).dtype, name=name)
+            for v, name in zip(self.whole.loss.params, told, strict=True)
         )
 
     def _operands(self, loss: LossTape, pieces: int) -> tuple[Operand, ...]:
@@ -217,7 +233,7 @@ class _Tracer:
 
     def _step(self) -> Step:
         a, outs = self.arguments, self.whole.update.out_avals
-        return Step(
+        step = Step(
             before=self.whole.before,
             update=self.whole.update,
             state=tuple(
@@ -237,6 +253,7 @@ class _Tracer:
             state_result=a.state_result,
             flat=lambda *leaves: self.captured.flat(*leaves),  # its own function: jit caches traces by identity
         )
+        return step if self.unfolded is None else replace(step, by_rows=row_step(step, self.unfolded))
 
     def microbatch(self, count: int) -> LayerGraph:
         """The same layers at batch B/count.
@@ -263,7 +280,7 @@ class _Tracer:
                 num_microbatches=count,
                 reason=whole.split_reason,
             )
-        loss = self._retrace(size // count).loss
+        loss = self._retrace(size // count)
         if [e.primitive for e in loss.eqns] != [e.primitive for e in self.whole.loss.eqns]:
             # one example is where this happens: JAX leaves out what broadcasts or reshapes a dimension of size 1
             raise TraceError(

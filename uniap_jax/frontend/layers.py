@@ -109,7 +109,8 @@ def loop_notes(layers: Sequence[Layer]) -> tuple[str, ...]:
             if params & {*variables(eqn.invars[sum(scan_counts(eqn)[:2]) :])}:  # over layers, not over time
                 notes.append(
                     f"The {eqn.params['length']} turns of the loop in {layer.name} ({source_line(eqn)}) are one "
-                    "layer: they share one strategy, and only equal stages can cut it; write them out to plan each."
+                    "layer: they share one strategy, and only equal stages can cut it; trace with unfold_scans=True "
+                    "(--unfold-scans) to plan each."
                 )
     return tuple(notes)
 

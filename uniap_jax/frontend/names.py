@@ -78,7 +78,8 @@ def with_rules(graph: LayerGraph, names: Sequence[Names | None], rules: AxisRule
         rules: what may split a name's dimensions; dimensions without a name, or whose name has no rule, are free.
     """
     roles, unknown, allowed = parse_rules(rules), dict[str, None](), dict[int, Allowed]()
-    for p, leaf in enumerate(graph.step.param_leaf):
+    names = _row_names(graph, names)
+    for p, leaf in enumerate(graph.by_rows.step.param_leaf):
         named = names[leaf] if leaf is not None else None
         if named is None or len(named) != len(graph.params[p].shape):
             continue
@@ -94,3 +95,12 @@ def with_rules(graph: LayerGraph, names: Sequence[Names | None], rules: AxisRule
     elif not allowed:
         log.warning("logical_axis_rules were given, but no parameter names its dimensions")
     return restricted(graph, allowed) if any(any(d is not None for d in dims) for dims in allowed.values()) else graph
+
+
+def _row_names(graph: LayerGraph, names: Sequence[Names | None]) -> list[Names | None]:
+    """Names of leaves by rows: a row has no dimension of layers."""
+    rows = graph.step.by_rows
+    if rows is None:
+        return list(names)
+    pairs = zip(names, rows.leaves, strict=True)
+    return [n if len(group) == 1 or n is None else n[1:] for n, group in pairs for _ in group]

@@ -65,7 +65,8 @@ def _other_candidates(
 
 def _sizes(c: Candidate) -> str:
     stages, pieces = c.num_stages, c.num_microbatches
-    return f"{stages} stage{'s' if stages > 1 else ''}, {pieces} micro-batch{'es' if pieces > 1 else ''}"
+    told = f"{stages} stage{'s' if stages > 1 else ''}, {pieces} micro-batch{'es' if pieces > 1 else ''}"
+    return f"{told}, layers of loops {c.storage}" if c.storage else told
 
 
 def _other_strategies(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 from uniap_jax.core.costs import Candidate, CostModel
 from uniap_jax.core.plan import Alternative, Certificate, LayerPlan, Plan, Prediction, Searched
@@ -66,9 +67,13 @@ def alternative_of(costs: CostModel, other: Other) -> Alternative:
 
 def searched_of(bounds: Mapping[Candidate, float], best: Priced) -> tuple[Searched, ...]:
     """What is known of every candidate, in order of their bounds."""
+    least: dict[Candidate, float] = {}
+    for candidate, bound in bounds.items():
+        told = replace(candidate, storage="")
+        least[told] = min(bound, least.get(told, math.inf))
 
     def outcome(candidate: Candidate, bound: float) -> str:
-        if candidate == best.candidate:
+        if candidate == replace(best.candidate, storage=""):
             return "chosen"
         if math.isinf(bound):
             return "no plan"
@@ -82,7 +87,7 @@ def searched_of(bounds: Mapping[Candidate, float], best: Priced) -> tuple[Search
             bound_s=bound if math.isfinite(bound) else None,
             outcome=outcome(candidate, bound),
         )
-        for candidate, bound in sorted(bounds.items(), key=lambda item: (item[1], item[0]))
+        for candidate, bound in sorted(least.items(), key=lambda item: (item[1], item[0]))
     )
 
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from uniap_jax.core.costs import Assignment, CostTables, FloatArray, evaluate
 from uniap_jax.core.strategy import KEEPS, Strategy
-from uniap_jax.planner.candidates import nearest
+from uniap_jax.planner.candidates import SAME_FOR_ALL, nearest
 from uniap_jax.planner.chain import Chain, chain_of
 
 MEMORY_STEPS = 256
@@ -59,17 +59,17 @@ def _cheapest(tables: CostTables, found: list[Assignment]) -> Assignment | None:
 
 def data_parallel(tables: CostTables) -> Assignment | None:
     """Every device holds the model and a share of the batch."""
-    return uniform(tables, lambda n: Strategy(data=n))
+    return uniform(tables, SAME_FOR_ALL["data_parallel"])
 
 
 def fsdp(tables: CostTables) -> Assignment | None:
     """State of the parameters split over all devices (ZeRO 3)."""
-    return uniform(tables, lambda n: Strategy(fsdp=n))
+    return uniform(tables, SAME_FOR_ALL["fsdp"])
 
 
 def tensor(tables: CostTables) -> Assignment | None:
     """Every layer split over all devices."""
-    return uniform(tables, lambda n: Strategy(tensor=n))
+    return uniform(tables, SAME_FOR_ALL["tensor"])
 
 
 def _fastest_inner(chain: Chain, i: int, price: float) -> tuple[FloatArray, FloatArray, list[FloatArray]]:

@@ -17,7 +17,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from uniap_jax.core.costs import MEMORY_TOLERANCE, CostTables, FloatArray
+from uniap_jax.core.costs import MEMORY_TOLERANCE, CostTables, FloatArray, kept_on
 from uniap_jax.planner.chain import Chain, has_spine
 from uniap_jax.planner.multipliers import Multipliers
 
@@ -62,8 +62,9 @@ def quick_bound(tables: CostTables) -> float:
 
 
 def with_unlimited_memory(tables: CostTables) -> CostTables:
-    """The same tables with layers that need no memory."""
-    return replace(tables, memory_bytes=np.broadcast_to(0.0, tables.memory_bytes.shape))
+    """The same tables with layers that need no memory, each where it may lie."""
+    free = replace(tables, memory_bytes=np.broadcast_to(0.0, tables.memory_bytes.shape))
+    return kept_on(free, tables.stage_of) if tables.stage_of else free
 
 
 def first_multipliers(chain: Chain) -> Multipliers:

@@ -13,9 +13,16 @@ from uniap_jax.core.costs import Candidate, CostModel, CostTables
 from uniap_jax.core.equal_costs import EqualTables
 from uniap_jax.core.errors import InfeasibleError, OptionError
 from uniap_jax.core.plan import SCHEDULES
-from uniap_jax.core.strategy import DEGREES, Strategy
+from uniap_jax.core.strategy import DEGREES, Strategy, storage
 
 Auto = Literal["auto"]
+
+SAME_FOR_ALL: dict[str, Callable[[int], Strategy]] = {
+    "data_parallel": lambda n: Strategy(data=n),
+    "fsdp": lambda n: Strategy(fsdp=n),
+    "tensor": lambda n: Strategy(tensor=n),
+}
+"""Baselines with one strategy for every layer."""
 
 
 def select_candidates(
@@ -90,6 +97,9 @@ def restrict(candidates: tuple[Candidate, ...], engine: str, num_devices: int) -
     """
     only = {"pipeline_only": num_devices, "intra_only": 1, "data_parallel": 1, "fsdp": 1, "tensor": 1}.get(engine)
     left = tuple(c for c in candidates if only is None or c.num_stages == only)
+    if engine in SAME_FOR_ALL:
+        alike = storage(SAME_FOR_ALL[engine](num_devices))
+        left = tuple(c for c in left if c.storage in ("", alike))
     if not left:
         have = sorted({c.num_stages for c in candidates})
         raise OptionError(
@@ -101,11 +111,11 @@ def restrict(candidates: tuple[Candidate, ...], engine: str, num_devices: int) -
 
 
 def _automatic(candidates: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
-    groups: dict[tuple[int, int], list[Candidate]] = {}
+    groups: dict[tuple[int, int, str], list[Candidate]] = {}
     for c in candidates:
-        groups.setdefault((c.num_stages, c.num_microbatches), []).append(c)
+        groups.setdefault((c.num_stages, c.num_microbatches, c.storage), []).append(c)
     picked = []
-    for (stages, _), group in groups.items():
+    for (stages, *_), group in groups.items():
         wanted = "one_f_one_b" if stages > 1 else "gpipe"
         picked.append(next((c for c in group if c.schedule == wanted), group[0]))
     return tuple(sorted(picked))
@@ -150,12 +160,13 @@ class Pinned:
     def __call__(self, candidate: Candidate) -> CostTables:
         """The candidate's tables with one strategy per layer."""
         tables = self.inner(candidate)
+        every = self.inner(replace(candidate, storage="")) if candidate.storage else tables
         wanted = filled(self.strategy, self.num_devices // candidate.num_stages)
         allowed = np.zeros(tables.allowed.shape, dtype=np.bool_)
         for u in range(tables.num_layers):
-            k = nearest(tables, u, wanted)
+            k = nearest(every, u, wanted)
             if k is not None:
-                allowed[u, k] = True
+                allowed[u, k] = tables.allowed[u, k]
         return replace(tables, allowed=allowed)
 
 

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 
 import numpy as np
 
-from uniap_jax.core.costs import Candidate, CostTables
+from uniap_jax.core.costs import FORBIDDEN, Candidate, CostTables
 from uniap_jax.core.errors import InfeasibleError, OptionError, StrategyError
 from uniap_jax.core.strategy import Strategy, parse_strategy
 from uniap_jax.planner.candidates import changed_degrees, filled
@@ -19,8 +19,6 @@ Pinning = Mapping[str, str | int | Strategy]
 """Layer pattern → strategy, stage, or text: "tensor=2", "stage=0", "stage=0,tensor=2"."""
 
 CLOSE_NAMES = 5
-FORBIDDEN = 8.0
-"""Capacities that a layer seems to need on a stage it is not pinned to, so that nothing puts it there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -72,7 +72,7 @@ def profile(
     start = time.monotonic()
     if source not in SOURCES:
         raise ProfileError(f"source {source!r} is unknown; use {', '.join(SOURCES)}", field="source")
-    describer = Describer(graph, cluster)
+    describer = Describer(graph.by_rows, cluster)
     found = entries(describer, num_stages=num_stages, num_microbatches=num_microbatches, keeps=keeps)
     if source == "described":
         costs = {e.key: _described(describer, e) for e in found}

@@ -51,7 +51,7 @@ def program_seconds(program: Program, cluster: Cluster, links: Links, cycle_s: f
         links: times of collectives.
         cycle_s: seconds of one of the compiler's cycles; 0 where it estimates none.
     """
-    bandwidth = cluster.memory_bandwidth_bytes_per_s * cluster.memory_efficiency
+    bandwidth = cluster.streamed_bytes_per_s
     cycles = program.total("cycles")
     if cycles > 0 and cycle_s > 0:
         kernels = max(cycles * cycle_s, program.total("nbytes") / bandwidth)

@@ -8,14 +8,17 @@ from typing import Any
 
 import jax
 
-from uniap_jax.core.errors import ExecutionError, PlanMismatchError
+from uniap_jax.core.errors import ExecutionError, PlanMismatchError, StrategyError
 from uniap_jax.core.graph import LayerGraph
 from uniap_jax.core.plan import Plan
 from uniap_jax.runtime.executable import Homes, ParallelStep
-from uniap_jax.runtime.homes import lay_out
+from uniap_jax.runtime.homes import Layout, lay_out
 from uniap_jax.runtime.pipeline import Pipeline
 from uniap_jax.runtime.presence import owners
+from uniap_jax.runtime.shelves import Shelf, shelves
+from uniap_jax.runtime.shelves import create as create_stacked
 from uniap_jax.runtime.single import SingleStage, batch_shardings
+from uniap_jax.runtime.stacked import StackedPipeline
 from uniap_jax.runtime.state import create
 from uniap_jax.runtime.uniform import compile_uniform
 
@@ -44,23 +47,37 @@ def compile(
     donated = sorted(leaf for leaf in graph.step.output_leaf if leaf is not None) if donate else []
     if plan.executor == "program" and plan.num_stages > 1:
         return _one_program(graph, plan, available, donated)
+    used = [available[d] for stage in plan.stage_devices for d in stage]
+    rows = graph.step.by_rows
     if plan.num_stages > 1:
-        _check_processes([available[d] for stage in plan.stage_devices for d in stage], plan.num_stages)
-    layout = lay_out(graph, plan, available)
-    single = plan.num_stages == 1
+        _check_processes(used, plan.num_stages, unfolded=rows is not None)
+    stacked = () if rows is None else tuple(group for group in rows.leaves if len(group) > 1)
+    layout = lay_out(graph.by_rows, plan, available, stacked=stacked)
+    places = () if rows is None else shelves(graph, layout)
     homes = Homes(
         plan=plan,
-        state_shardings=layout.state_shardings,
+        state_shardings=tuple(s.sharding for s in places) or layout.state_shardings,
         batch_shardings=batch_shardings(layout),
-        create=partial(create, layout),
+        create=partial(create_stacked, layout, places) if places else partial(create, layout),
         device=layout.meshes[0].devices.flat[0],
-        places_batch=single,
+        places_batch=plan.num_stages == 1,
     )
-    run = SingleStage(layout, donated) if single else Pipeline(layout, donated)
-    return ParallelStep(graph, homes, run, donated=donated)
+    return ParallelStep(graph, homes, _run(graph, layout, places, donated), donated=donated)
+
+
+def _run(graph: LayerGraph, layout: Layout, places: Sequence[Shelf], donated: Sequence[int]) -> SingleStage | Pipeline:
+    if layout.plan.num_stages == 1:
+        return SingleStage(layout, donated, graph.step, places)
+    return StackedPipeline(graph, layout, places, donated) if places else Pipeline(layout, donated)
 
 
 def _one_program(graph: LayerGraph, plan: Plan, devices: Sequence[Any], donated: Sequence[int]) -> ParallelStep:
+    if graph.step.by_rows is not None:
+        raise StrategyError(
+            "one program for equal stages takes a loop over layers as it is, and here it was unfolded; trace with "
+            "unfold_scans=False, or plan with executor='stages'",
+            executor=plan.executor,
+        )
     run = compile_uniform(graph, plan, devices, donated=donated)
     homes = Homes(
         plan=plan,
@@ -73,7 +90,15 @@ def _one_program(graph: LayerGraph, plan: Plan, devices: Sequence[Any], donated:
     return ParallelStep(graph, homes, run, donated=donated)
 
 
-def _check_processes(used: Sequence[Any], num_stages: int) -> None:
+def _check_processes(used: Sequence[Any], num_stages: int, *, unfolded: bool) -> None:
+    if unfolded and len(owners(used)) > 1:
+        raise ExecutionError(
+            f"the plan has {num_stages} stages over devices of {len(owners(used))} processes, and layers of an "
+            "unfolded loop, whose stacked leaves are taken apart inside one process only; trace with "
+            "unfold_scans=False, or plan with num_stages=1",
+            num_stages=num_stages,
+            processes=tuple(sorted(owners(used))),
+        )
     without = sorted(set(range(jax.process_count())) - owners(used))
     if without:
         raise ExecutionError(
@@ -89,7 +114,7 @@ def _check(graph: LayerGraph, plan: Plan, num_devices: int) -> None:
     if plan.graph_fingerprint and plan.graph_fingerprint != graph.fingerprint:
         raise PlanMismatchError(
             f"the plan was made for another model or another cut of it (fingerprint {plan.graph_fingerprint[:12]}, "
-            f"this graph has {graph.fingerprint[:12]}); solve again for this model",
+            f"this graph has {graph.fingerprint[:12]}); solve again for this model, or trace with unfold_scans as then",
             expected=plan.graph_fingerprint,
             got=graph.fingerprint,
         )

@@ -92,13 +92,16 @@ class Layout:
         return self.plan.layers[layer].stage
 
 
-def lay_out(graph: LayerGraph, plan: Plan, devices: Sequence[Any]) -> Layout:
+def lay_out(
+    graph: LayerGraph, plan: Plan, devices: Sequence[Any], *, stacked: Sequence[tuple[int, ...]] = ()
+) -> Layout:
     """Lays a checked plan on devices.
 
     Args:
         graph: of the whole batch.
         plan: made for it.
         devices: in the plan's numbering.
+        stacked: leaves that are rows of one array.
     """
     micro = graph if plan.num_microbatches == graph.num_microbatches else graph.microbatch(plan.num_microbatches)
     meshes = tuple(make_mesh([devices[d] for d in stage]) for stage in plan.stage_devices)
@@ -115,7 +118,7 @@ def lay_out(graph: LayerGraph, plan: Plan, devices: Sequence[Any]) -> Layout:
         world=world,
         layers=layers,
         params=params,
-        leaves=_leaf_homes(micro, plan, params, before, update),
+        leaves=_leaf_homes(micro, plan, params, before, update, stacked),
         before=before,
         update=update,
     )
@@ -149,7 +152,12 @@ def _param_homes(graph: LayerGraph, plan: Plan, layers: Sequence[LayerSharding])
 
 
 def _leaf_homes(
-    graph: LayerGraph, plan: Plan, params: Sequence[ParamHome], before: Flow, update: Flow
+    graph: LayerGraph,
+    plan: Plan,
+    params: Sequence[ParamHome],
+    before: Flow,
+    update: Flow,
+    stacked: Sequence[tuple[int, ...]],
 ) -> tuple[LeafHome, ...]:
     """Parameters at home, what belongs to them with them, what one stage reads there, the rest everywhere."""
     step = graph.step
@@ -168,7 +176,18 @@ def _leaf_homes(
     for leaf, stages in _met_by(update, graph, plan, params, homes).items():
         votes.setdefault(leaf, set()).update(stages)
     alone = {leaf: next(iter(stages)) for leaf, stages in votes.items() if len(stages) == 1}
+    for rows in stacked:
+        if not in_equal_parts([alone.get(leaf) for leaf in rows]):
+            alone = {leaf: stage for leaf, stage in alone.items() if leaf not in rows}
     return tuple(h or LeafHome(stage=alone.get(leaf)) for leaf, h in enumerate(homes))
+
+
+def in_equal_parts(stages: Sequence[int | None]) -> bool:
+    """Whether neighbours share a place, and every place has equally many: then their rows make one array."""
+    places = list(dict.fromkeys(stages))
+    return list(stages) == [place for place in places for _ in range(len(stages) // len(places))] and (
+        len(places) == 1 or None not in places
+    )
 
 
 def operand_stages(graph: LayerGraph, plan: Plan) -> dict[int, set[int]]:

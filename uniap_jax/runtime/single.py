@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from uniap_jax.core.graph import Step
 from uniap_jax.core.jax_compat import ClosedJaxpr
 from uniap_jax.core.jaxprs import open_jaxpr, variables
 from uniap_jax.core.schedule import BACKWARD, FORWARD, Task
@@ -18,6 +19,7 @@ from uniap_jax.runtime.homes import REPLICATED, Layout
 from uniap_jax.runtime.loss import accumulator_dtype, combine, gradient_weight
 from uniap_jax.runtime.programs import Program, build, constrain, shape_of
 from uniap_jax.runtime.replicas import replicas_of, run_stage
+from uniap_jax.runtime.shelves import Shelf, apart, together
 from uniap_jax.runtime.stopwatch import Stopwatch
 
 
@@ -49,14 +51,16 @@ class SingleStage:
     """Runs a plan of one stage.
 
     Args:
-        layout: graph under its plan.
+        layout: graph under its plan; by rows where the step has stacked leaves.
         donated: state leaves whose buffers are given up.
+        step: as the user has it.
+        shelves: of its stacked leaves, () where it has none.
     """
 
-    def __init__(self, layout: Layout, donated: Sequence[int]) -> None:
-        self._layout = layout
+    def __init__(self, layout: Layout, donated: Sequence[int], step: Step, shelves: Sequence[Shelf] = ()) -> None:
+        self._layout, self._step, self._shelves = layout, step, tuple(shelves)
         self._donated = tuple(donated)
-        self._kept = tuple(i for i in range(len(layout.graph.step.state)) if i not in set(donated))
+        self._kept = tuple(i for i in range(len(step.state)) if i not in set(donated))
         self._program: Program | None = None
         self.build_s = 0.0
         self.observe: Callable[[], Stopwatch | None] = lambda: None
@@ -86,7 +90,7 @@ class SingleStage:
 
     def _time(self, stopwatch: Stopwatch, outputs: Sequence[Any]) -> None:
         """The whole step counts as the forward of one micro-batch; its backward takes no time."""
-        returned = {i for i, leaf in enumerate(self._layout.graph.step.output_leaf) if leaf is not None}
+        returned = {i for i, leaf in enumerate(self._step.output_leaf) if leaf is not None}
         own = [x for i, x in enumerate(outputs) if i not in returned]
         ready = own[0] if own else jnp.copy(min(outputs, key=lambda x: x.size))
         for kind in (FORWARD, BACKWARD):
@@ -94,8 +98,8 @@ class SingleStage:
         stopwatch.finish()
 
     def _build(self) -> Program:
-        layout = self._layout
-        step, shardings = layout.graph.step, layout.state_shardings
+        layout, step, shelves = self._layout, self._step, self._shelves
+        shardings = tuple(s.sharding for s in shelves) or layout.state_shardings
         outputs = [
             shardings[leaf] if leaf is not None else layout.on(0) if not out.shape else None
             for out, leaf in zip(step.outputs, step.output_leaf, strict=True)
@@ -103,7 +107,10 @@ class SingleStage:
 
         def whole(donated: list[Any], kept: list[Any], batch: list[Any]) -> list[Any]:
             leaves = dict(zip((*self._donated, *self._kept), (*donated, *kept), strict=True))
-            return train_step(layout, [leaves[i] for i in range(len(leaves))], batch)
+            state = [leaves[i] for i in range(len(leaves))]
+            if step.by_rows is None:
+                return train_step(layout, state, batch)
+            return together(step.by_rows.outputs, train_step(layout, apart(shelves, state), batch))
 
         return build(
             "train_step",

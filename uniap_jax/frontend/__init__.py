@@ -161,7 +161,9 @@ class _Tracer:
 
     def graph(self) -> LayerGraph:
         """The graph of the whole batch."""
-        cut = build_layers(self.whole.loss, self.order, self.starts, self.index, names=self.marks)
+        cut = build_layers(
+            self.whole.loss, self.order, self.starts, self.index, params=self._param_names(), names=self.marks
+        )
         reductions = tuple(
             REDUCTIONS.get(self._kind(a, self.batching.kinds).name, "same") for a in self.whole.loss.results
         )
@@ -193,13 +195,14 @@ class _Tracer:
         writer = {v: layer.name for layer in cut.layers for v in layer.writes}
         return tuple(self._value(a, f"output of {writer[i]}") for i, a in enumerate(cut.values))
 
-    def _params(self) -> tuple[Value, ...]:
+    def _param_names(self) -> list[str]:
         names = self.arguments.state_names
+        return [f"parameter {i}" if leaf is None else names[leaf] for i, leaf in enumerate(self.whole.param_leaf)]
+
+    def _params(self) -> tuple[Value, ...]:
         return tuple(
-            Value(
-                shape=shape_of(v).shape, dtype=shape_of(v).dtype, name=f"parameter {i}" if leaf is None else names[leaf]
-            )
-            for i, (v, leaf) in enumerate(zip(self.whole.loss.params, self.whole.param_leaf, strict=True))
+            Value(shape=shape_of(v).shape, dtype=shape_of(v).dtype, name=name)
+            for v, name in zip(self.whole.loss.params, self._param_names(), strict=True)
         )
 
     def _operands(self, loss: LossTape, pieces: int) -> tuple[Operand, ...]:
@@ -282,7 +285,7 @@ class _Tracer:
                 reason=str(error),
             ) from error
         order, starts = self._moved(loss.eqns, eqns)
-        cut = build_layers(replace(loss, eqns=tuple(eqns)), order, starts, self.index)
+        cut = build_layers(replace(loss, eqns=tuple(eqns)), order, starts, self.index, params=self._param_names())
         return replace(
             whole,
             layers=tuple(

@@ -16,6 +16,7 @@ import numpy as np
 
 from uniap_jax.core.jax_compat import Literal, Var
 from uniap_jax.core.jaxprs import flatten, inner_jaxprs, open_jaxpr, scan_counts
+from uniap_jax.core.literals import equal_values
 from uniap_jax.frontend.batch_rules import (
     ALONG,
     BODIES,
@@ -79,7 +80,7 @@ def _walk(small: Sequence[Any], large: Sequence[Any], kinds: dict[Var, Kind]) ->
 def _atom_kind(small: Any, large: Any, kinds: dict[Var, Kind]) -> Kind:
     if not isinstance(small, Literal):
         return kinds.get(small, CONST)
-    if not isinstance(large, Literal) or np.array_equal(small.val, large.val):
+    if not isinstance(large, Literal) or equal_values(small.val, large.val):
         return CONST
     if np.array_equal(np.asarray(small.val) * FACTOR, large.val):
         return COUNT

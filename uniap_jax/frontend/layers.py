@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Any
 
 from uniap_jax.core.graph import Layer
@@ -88,16 +89,20 @@ def _unread(loss: LossTape, reads: Sequence[set[Any]], names: Sequence[str]) -> 
     They are sharded, counted and placed with it; equal layers with equal unused parameters stay equal.
     """
     paths = [name.replace(".", "[").split("[") for name in names]
-    read = {p: layer for layer, found in reversed(list(enumerate(reads))) for p in loss.params if p in found}
+    first = {p: layer for layer, found in reversed(list(enumerate(reads))) for p in loss.params if p in found}
+    readers = [(first[v], path) for v, path in zip(loss.params, paths, strict=True) if v in first]
+
+    def closest(path: Sequence[str]) -> int:
+        shared = [
+            (len(list(takewhile(lambda pair: pair[0] == pair[1], zip(own, path, strict=False)))), -layer)
+            for layer, own in readers
+        ]
+        return -max(shared, default=(0, 0))[1]
+
     taken: list[list[Var]] = [[] for _ in reads]
-
-    def common(a: Sequence[str], b: Sequence[str]) -> int:
-        return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-
-    readers = [(layer, path) for v, path in zip(loss.params, paths, strict=True) if (layer := read.get(v)) is not None]
     for v, path in zip(loss.params, paths, strict=True):
-        if v not in read:
-            taken[max(readers, key=lambda r, path=path: (common(r[1], path), -r[0]), default=(0, []))[0]].append(v)
+        if v not in first:
+            taken[closest(path)].append(v)
     return taken
 
 

@@ -338,6 +338,33 @@ def experts() -> Built:
     return state, nnx_step(loss_of), {"x": tokens(0), "y": tokens(1)}
 
 
+class Sorted(Experts):
+    """Tokens sorted by expert and written into the places that each expert has, two experts a token."""
+
+    places = 48
+
+    def __call__(self, x: Any) -> tuple[Any, Any]:
+        tokens = x.reshape(-1, WIDTH)
+        chances = jax.nn.softmax(self.router(tokens))
+        weight, chosen = jax.lax.top_k(chances, 2)
+        order = jnp.argsort(chosen.reshape(-1), stable=True)
+        expert, token = chosen.reshape(-1)[order], order // 2
+        place = jnp.arange(len(order)) - jnp.searchsorted(expert, jnp.arange(4))[expert]
+        taken = jnp.zeros((4, self.places, WIDTH)).at[expert, place].set(tokens[token], mode="drop")
+        hidden = jax.nn.silu(jnp.einsum("epd,edf->epf", taken, self.up[...]))
+        given = jnp.einsum("epf,efd->epd", hidden, self.down[...]).at[expert, place].get(mode="fill", fill_value=0.0)
+        out = jnp.zeros_like(tokens).at[token].add(given * weight.reshape(-1)[order][:, None])
+        balance = 4.0 * (chances.mean(0) * jax.nn.one_hot(chosen, 4).sum(1).mean(0)).sum()
+        return out.reshape(x.shape), balance
+
+
+def routed() -> Built:
+    state, train_step, batch = experts()
+    model = state[0]
+    model.experts = nnx.List([Sorted(nnx.Rngs(i)) for i in range(3)])
+    return (model, nnx.Optimizer(model, optax.sgd(0.1, momentum=0.9), wrt=nnx.Param)), train_step, batch
+
+
 class Dropped(nnx.Module):
     """Dropout whose counter lives in the model and moves on in the loss."""
 
@@ -374,6 +401,74 @@ def lstm() -> Built:
     """Scans over time, in both layers."""
     batch = {"x": tokens(0), "y": tokens(1)}
     return linen(Recurrent(), batch, lambda out, batch: cross_entropy(out, batch["y"]).mean())
+
+
+class Fed(nn.Module):
+    """A cell that looks at the source and is fed its own output."""
+
+    @nn.compact
+    def __call__(self, carry: Any, x: Any, memory: Any) -> Any:
+        cell, before = carry
+        cell, h = nn.OptimizedLSTMCell(WIDTH)(cell, jnp.concatenate([x, before], -1))
+        weights = jax.nn.softmax(jnp.einsum("bd,bsd->bs", nn.Dense(WIDTH)(h), memory))
+        out = jnp.tanh(nn.Dense(WIDTH)(jnp.concatenate([h, jnp.einsum("bs,bsd->bd", weights, memory)], -1)))
+        return (cell, out), out
+
+
+class Translation(nn.Module):
+    """Both directions over the source, lengths and all; attention at every step of the target."""
+
+    @nn.compact
+    def __call__(self, batch: Any) -> Any:
+        both = nn.Bidirectional(nn.RNN(nn.GRUCell(WIDTH // 2)), nn.RNN(nn.GRUCell(WIDTH // 2)))
+        memory = both(nn.Embed(VOCABULARY, WIDTH)(batch["source"]), seq_lengths=batch["lengths"])
+        decode = nn.scan(
+            Fed, variable_broadcast="params", split_rngs={"params": False}, in_axes=(1, nn.broadcast), out_axes=1
+        )()
+        start = jnp.zeros_like(memory[:, 0])
+        shifted = jnp.pad(batch["target"][:, :-1], ((0, 0), (1, 0)))
+        _, out = decode(((start, start), start), nn.Embed(VOCABULARY, WIDTH)(shifted), memory)
+        return nn.Dense(VOCABULARY)(out)
+
+
+def translation() -> Built:
+    lengths = np.random.RandomState(2).randint(2, LENGTH, BATCH)
+    batch = {"source": tokens(0), "target": tokens(1), "lengths": lengths.astype(np.int32)}
+    return linen(Translation(), batch, lambda out, batch: cross_entropy(out, batch["target"]).mean())
+
+
+class Encoded(nn.Module):
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        for _ in range(3):
+            x = x + Feed()(nn.LayerNorm()(x))
+        return nn.Dense(WIDTH)(x)
+
+
+def teacher() -> Built:
+    """Own noise for each example, a teacher that is an average of the student, and the slope of the output."""
+    model, batch, tx = Encoded(), normal(0, WIDTH), optax.adam(1e-3)
+    params = jax.jit(model.init)(jax.random.key(0), batch)["params"]
+
+    def train_step(state: Any, batch: Any) -> Any:
+        def out(params: Any, x: Any) -> Any:
+            return model.apply({"params": params}, x)
+
+        def loss_fn(params: Any) -> Any:
+            keys = jax.random.split(jax.random.fold_in(jax.random.key(7), state["count"]), batch.shape[0])
+            noisy = jax.vmap(lambda x, key: x + 0.1 * jax.random.normal(key, x.shape))(batch, keys)
+            aim = jax.lax.stop_gradient(out(state["teacher"], batch))
+            slope = jax.grad(lambda x: out(params, x).sum())(batch)
+            return jnp.mean((out(params, noisy) - aim) ** 2) + 0.1 * jnp.mean((jnp.abs(slope).sum(-1) - 1.0) ** 2)
+
+        loss, grads = jax.value_and_grad(loss_fn)(state["params"])
+        updates, opt = tx.update(grads, state["opt"])
+        params = optax.apply_updates(state["params"], updates)
+        average = optax.incremental_update(params, state["teacher"], 0.1)
+        return {"params": params, "teacher": average, "opt": opt, "count": state["count"] + 1}, {"loss": loss}
+
+    start = jax.tree.map(jnp.copy, params)
+    return {"params": params, "teacher": start, "opt": tx.init(params), "count": jnp.int32(0)}, train_step, batch
 
 
 class Normed(nn.Module):
@@ -551,4 +646,7 @@ KINDS: dict[str, Callable[[], Built]] = {
     "rotary": rotary,
     "depthwise": depthwise,
     "relative": relative,
+    "routed": routed,
+    "translation": translation,
+    "teacher": teacher,
 }

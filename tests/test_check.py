@@ -14,7 +14,7 @@ import pytest
 from runtime_support import make_plan
 from uniap_jax import check as room
 from uniap_jax.api import compile_plan
-from uniap_jax.check import LOW_PRECISION, TOLERANCE, check_plan, is_low_precision, tolerance_of
+from uniap_jax.check import LOW_PRECISION, TOLERANCE, check_plan, is_low_precision, leaf_differences, tolerance_of
 from uniap_jax.core.graph import LayerGraph
 from uniap_jax.core.reference import with_gradients
 from uniap_jax.core.wide import widened
@@ -48,6 +48,14 @@ def test_narrow_steps_have_their_own_tolerance() -> None:
     assert report.ok
     assert report.tolerance == (LOW_PRECISION["loss"], LOW_PRECISION["grad"])
     assert report.narrow_grad_rel_diff is None
+
+
+def test_a_gradient_that_is_all_rounding_is_no_fault() -> None:
+    """A few units in the last place of the largest gradient pass; a small leaf that is a hundredth off does not."""
+    largest, nothing, small = np.ones(3, np.float32), np.zeros(3, np.float32), np.full(3, 1e-2, np.float32)
+    rounded = np.full(3, 4 * np.finfo(np.float32).eps, np.float32)
+    apart = leaf_differences([largest, nothing, small], [largest, rounded, 1.01 * small])
+    assert max(apart[:2]) <= TOLERANCE["grad"] < apart[2]
 
 
 def test_rounding_alone_is_told_by_the_step_in_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:

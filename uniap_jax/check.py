@@ -28,9 +28,10 @@ LOW_PRECISION = {"loss": 2e-2, "grad": 2e-2}
 NOISE_FACTOR = 2.0
 """How many times as far as one device is from itself narrow gradients may be: the planned program is rounded apart in
 more places than the two that one device was compiled to."""
-FLOOR = 1e-3
+FLOOR = 1e-2
 """A leaf's gradient is compared against its own size, but never less than this share of the largest gradient: a
-gradient that is zero in exact arithmetic (a bias ahead of a softmax) is all rounding."""
+gradient that is zero in exact arithmetic (a bias ahead of a softmax) is all rounding. Times the tolerance it is 1e-6,
+eight units in the last place of the largest gradient in 32 bits; a tenth of that is less than one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -45,6 +45,10 @@ SPLITTABLE = {
     "one hot": (lambda w, b: -(jax.nn.one_hot(b["label"], 3) * jax.nn.log_softmax(logits(w, b))).mean(), "mean"),
     "masked sum": (lambda w, b: (cross_entropy(w, b) * b["mask"]).sum(), "sum"),
     "indexed": (lambda w, b: jax.nn.log_softmax(logits(w, b))[jnp.arange(b["x"].shape[0]), b["label"]].mean(), "mean"),
+    "not a number": (
+        lambda w, b: jnp.nan_to_num(jnp.where(b["mask"][:, None] > 0, logits(w, b), jnp.nan)).mean(),
+        "mean",
+    ),
     "two means": (lambda w, b: cross_entropy(w, b).mean() + (logits(w, b) ** 2).mean(), "mean"),
     "merged dims": (lambda w, b: (logits(w, b).reshape(-1) ** 2).mean(), "mean"),
     "scan over features": (
@@ -106,6 +110,7 @@ def test_losses_that_must_not_be_split(name):
     assert graph.split_reason
     assert why in graph.split_reason
     assert graph.split_cause == "statistic"
+    assert "test_batching.py:" in graph.split_reason, "bodies of jnp functions too, which come from a cache"
     with pytest.raises(TraceError) as caught:
         graph.microbatch(2)
     assert caught.value.num_microbatches == 2
@@ -165,6 +170,70 @@ def test_a_batch_that_cannot_be_followed_is_not_one_whose_examples_meet(loss, ca
     assert why in graph.split_reason
     assert tolerance_of(graph) == TOLERANCE
     assert tolerance_of(traced(MIXING["normalised"][0])) == WHOLE_BATCH
+
+
+def noise(key, x):
+    return x + jax.random.normal(key, x.shape)
+
+
+def own_keys(w, b, key):
+    return jax.vmap(noise)(jax.random.split(key, b["x"].shape[0]), logits(w, b))
+
+
+KEYED = {
+    "typed keys": lambda w, b: own_keys(w, b, jax.random.key(1)),
+    "raw keys": lambda w, b: own_keys(w, b, jax.random.PRNGKey(1)),
+    "checkpoint": lambda w, b: jax.checkpoint(own_keys)(w, b, jax.random.key(1)),
+    "loop": lambda w, b: jax.lax.scan(
+        lambda c, k: (noise(k, own_keys(w, b, k)) + c, None), 0.0 * logits(w, b), jax.random.split(jax.random.key(1), 3)
+    )[0],
+}
+
+
+@pytest.mark.parametrize("name", KEYED)
+def test_a_key_for_each_example_does_not_change_with_micro_batches(name):
+    def loss(w, b):
+        return (KEYED[name](w, b) ** 2).mean()
+
+    graph = traced(loss)
+    assert graph.split_reason == ""
+    micro = graph.microbatch(4)
+    pieces = [jax.tree.map(lambda x, i=i: x[2 * i : 2 * i + 2], BATCH) for i in range(4)]
+    losses = [reference_gradients(micro, index=i)(W, *jax.tree.leaves(piece))[0] for i, piece in enumerate(pieces)]
+    np.testing.assert_allclose(np.mean(losses), loss(W, BATCH), rtol=1e-5)
+
+
+def numbers(b):
+    return jnp.arange(b["x"].shape[0])
+
+
+NUMBERED = {
+    "weight": lambda w, b: (logits(w, b) * numbers(b)[:, None]).mean(),
+    "first half": lambda w, b: jnp.where((numbers(b) < 4)[:, None], logits(w, b), 0.0).mean(),
+    "every other": lambda w, b: jnp.where((numbers(b) % 2 == 0)[:, None], logits(w, b), 0.0).mean(),
+    "table": lambda w, b: (logits(w, b) * jnp.linspace(0.0, 1.0, 64)[numbers(b)][:, None]).mean(),
+    "next example": lambda w, b: (logits(w, b) * logits(w, b)[numbers(b) + 1]).mean(),
+    "key": lambda w, b: jax.vmap(noise)(
+        jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(1), numbers(b)), logits(w, b)
+    ).mean(),
+    "in a loop": lambda w, b: jax.lax.scan(
+        lambda c, row: (c + logits(w, b) * row[0] * numbers(b)[:, None], None), 0.0 * logits(w, b), w
+    )[0].mean(),
+    "flattened": lambda w, b: (logits(w, b).reshape(-1) * jnp.arange(logits(w, b).size)).mean(),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERED)
+def test_the_number_of_an_example_is_an_index_and_nothing_else(name):
+    graph = traced(NUMBERED[name])
+    assert graph.split_cause == "unknown"
+    assert "the place of an example" in graph.split_reason
+
+
+def test_draws_that_cannot_be_cut_are_not_split():
+    graph = traced(lambda w, b: (logits(w, b) * jax.random.gamma(jax.random.key(0), 1.0, (len(b["x"]), 1))).mean())
+    assert graph.split_cause == "unknown"
+    assert "drawn for all examples" in graph.split_reason
 
 
 class Block(nn.Module):

@@ -186,6 +186,36 @@ def test_two_gradients():
     assert caught.value.gradients == 2
 
 
+def penalised(p, b):
+    """The norm of the gradient by the input is part of the loss."""
+    slope = jax.grad(lambda x: jnp.tanh(x @ p["w"]).sum())(b["x"])
+    curve = jax.vmap(jax.grad(lambda x: jnp.tanh(x @ p["w"]).sum()))(b["x"])
+    return loss_of(p, b) + (slope**2).mean() + jnp.abs(curve).mean()
+
+
+def test_gradients_inside_the_loss_are_part_of_it():
+    def step(p, b):
+        loss, g = jax.value_and_grad(penalised)(p, b)
+        return jax.tree.map(lambda a, d: a - 0.1 * d, p, g), loss
+
+    graph = trace(step, params(), batch())
+    assert_trees_equal(run_captured(graph, params(), batch()), jax.jit(step)(params(), batch()))
+    assert not graph.split_reason
+
+
+@pytest.mark.parametrize(
+    ("gradient", "inside"),
+    [
+        (lambda p, b: jax.vmap(jax.grad(loss_of), (None, 0))(p, b), "vmap"),
+        (lambda p, b: jax.jvp(lambda q: jax.grad(loss_of)(q, b), (p,), (p,))[1], "jvp"),
+    ],
+)
+def test_gradient_that_is_transformed(gradient, inside):
+    with pytest.raises(TraceError) as caught:
+        trace(lambda p, b: (p, gradient(p, b)), params(), batch())
+    assert caught.value.inside == inside
+
+
 def test_gradient_inside_a_loop():
     def step(p, b):
         def body(carry, x):

@@ -152,6 +152,40 @@ def test_shared_table_is_a_parameter_of_two_layers():
     assert len([layer for layer in graph.layers if table in layer.params]) == 2
 
 
+class Spare(nn.Module):
+    """Blocks with a table that the loss does not read, and a pooler nobody asks for."""
+
+    @nn.compact
+    def __call__(self, tokens):
+        x = nn.Embed(13, 16)(tokens)
+        for _ in range(3):
+            x = SpareBlock()(x)
+        nn.Dense(16, name="pooler")(x[:, 0])
+        return nn.Dense(13)(x)
+
+
+class SpareBlock(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        self.param("mask", nn.initializers.zeros, (8, 8))
+        return Block()(x)
+
+
+def test_parameters_that_nothing_reads_are_in_the_layer_of_their_module():
+    graph, params, _ = traced(Spare())
+    names = [{graph.params[p].name for p in layer.params} for layer in graph.layers]
+    assert set().union(*names) == {p.name for p in graph.params}
+    assert all(sum(name in found for found in names) == 1 for name in (p.name for p in graph.params))
+    for i in range(3):
+        (own,) = (found for found in names if any(f"SpareBlock_{i}']['mask']" in name for name in found))
+        assert any(f"SpareBlock_{i}']['Block_0']['Dense_0']" in name for name in own)
+    assert len({layer.signature for layer in graph.layers if "Block" in layer.name}) == 1
+    _, grads = reference_gradients(graph)(*jax.tree.leaves(params), TOKENS)
+    unread = [i for i, p in enumerate(graph.params) if "pooler" in p.name or "mask" in p.name]
+    assert [float(jnp.abs(grads[i]).sum()) for i in unread] == [0.0] * 5
+    assert [layer.params for layer in graph.microbatch(2).layers] == [layer.params for layer in graph.layers]
+
+
 def test_work_is_linear_in_depth():
     counts = []
     for depth in (8, 16):

@@ -14,7 +14,14 @@ from uniap_jax.check import OneDevice, check_plan
 from uniap_jax.core.graph import LayerGraph
 from uniap_jax.core.strategy import parse_strategy
 
-PLANS = ((1, "data=8"), (1, "fsdp=8"), (1, "data=4,tensor=2"), (1, "data=8,keep=inputs"), (2, "data=4"))
+PLANS = (
+    (1, "data=8"),
+    (1, "fsdp=8"),
+    (1, "data=4,tensor=2"),
+    (1, "data=8,keep=inputs"),
+    (2, "data=4"),
+    (2, "fsdp=4"),
+)
 """Stages and strategy."""
 
 DEFAULT = {
@@ -27,10 +34,13 @@ DEFAULT = {
     ("rotary", 1, "data=8,keep=inputs"),
     ("depthwise", 1, "data=4,tensor=2"),
     ("relative", 2, "data=4"),
+    ("routed", 1, "data=4,tensor=2"),
+    ("translation", 1, "data=4,tensor=2"),
+    ("teacher", 2, "fsdp=4"),
 }
 """The quick kinds, and every plan once; the other pairs are slow."""
 
-MEETING = ("two_towers", "experts", "batch_stats")
+MEETING = ("two_towers", "experts", "batch_stats", "routed")
 """Examples meet in the loss: micro-batches would compute something else, and are refused."""
 
 

@@ -179,6 +179,36 @@ def test_frozen_parameters_and_unused_ones(stages: int) -> None:
     assert_as_one_device(train_step, make_state, linear_batch(), stages=stages)
 
 
+@pytest.mark.parametrize("schedule", ["one_f_one_b", "gpipe"])
+@pytest.mark.parametrize("strategies", ["fsdp=2", "tensor=2"])
+def test_a_teacher_that_follows_the_parameters(strategies: str, schedule: str) -> None:
+    """An average of the parameters is stored as they are, and read by the loss of two stages."""
+
+    def make_state() -> Any:
+        student = {"a": jnp.full((6, 8), 0.1), "b": jnp.full((8, 4), 0.2)}
+        return student, jax.tree.map(lambda x: 1.1 * x, student)
+
+    def out(p: Any, x: Any) -> Any:
+        return jnp.tanh(x @ p["a"]) @ p["b"]
+
+    def train_step(state: Any, batch: Any) -> Any:
+        student, teacher = state
+
+        def loss_fn(p: Any) -> jax.Array:
+            aim = jax.lax.stop_gradient(out(teacher, batch))
+            return jnp.mean((out(p, batch) - aim) ** 2) + 0.1 * jnp.mean(jnp.tanh(batch @ teacher["a"]) @ p["b"])
+
+        loss, grads = jax.value_and_grad(loss_fn)(student)
+        student = jax.tree.map(lambda p, g: p - 0.1 * g, student, grads)
+        return (student, optax.incremental_update(student, teacher, 0.1)), loss
+
+    step, _ = assert_as_one_device(
+        train_step, make_state, linear_batch(), stages=2, microbatches=2, strategies=strategies, schedule=schedule
+    )
+    teacher = [i for i, v in enumerate(step.graph.step.state) if v.name.startswith("[0][1]")]
+    assert any(any(s.spec) for i, s in enumerate(step.in_shardings) if i in teacher)
+
+
 @pytest.mark.parametrize("stages", [1, 2])
 def test_a_parameter_that_the_loss_ignores(stages: int) -> None:
     def make_state() -> Any:

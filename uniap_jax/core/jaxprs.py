@@ -23,6 +23,7 @@ from uniap_jax.core.jax_compat import (
     fresh_like,
     shape_of,
 )
+from uniap_jax.core.sources import inlined
 
 INLINED = frozenset({"jit", "pjit", "closed_call", "core_call"})
 
@@ -89,9 +90,7 @@ def inline_into(
         return atom if isinstance(atom, Literal) else env[atom]
 
     for eqn in inner.eqns:
-        source = eqn.source_info
-        if outer is not None:  # names of nested jits start from nothing: put the caller's in front
-            source = source.replace(name_stack=outer.name_stack + source.name_stack)
+        source = eqn.source_info if outer is None else inlined(eqn.source_info, outer)
         operands = [read(a) for a in eqn.invars]
         if eqn.primitive.name in INLINED:
             body = next(inner_jaxprs(eqn))

@@ -44,7 +44,7 @@ def _lift_atom(atoms: Sequence[Any], new: list[tuple[Var, np.ndarray]]) -> Any:
     if not isinstance(atoms[0], Literal):
         return atoms[0]
     values = [np.asarray(a.val) for a in atoms]
-    if all(np.array_equal(v, values[0], equal_nan=v.dtype.kind == "f") for v in values):
+    if all(equal_values(v, values[0]) for v in values):
         return atoms[0]
     aval: Any = atoms[0].aval
     var = Var(aval)
@@ -80,13 +80,17 @@ def _differ(bodies: Sequence[Any]) -> bool:
     tapes = [open_jaxpr(b) for b in bodies]
     for eqns in zip(*(t.eqns for t in tapes), strict=True):
         for atoms in zip(*(e.invars for e in eqns), strict=True):
-            if isinstance(atoms[0], Literal) and any(not _same(atoms[0], a) for a in atoms):
+            if isinstance(atoms[0], Literal) and any(not equal_values(atoms[0].val, a.val) for a in atoms):
                 return True
         if any(_differ(inner) for inner in zip(*map(inner_jaxprs, eqns), strict=True)):
             return True
     outs = zip(*(t.outvars for t in tapes), strict=True)
-    return any(isinstance(atoms[0], Literal) and any(not _same(atoms[0], a) for a in atoms) for atoms in outs)
+    return any(
+        isinstance(atoms[0], Literal) and any(not equal_values(atoms[0].val, a.val) for a in atoms) for atoms in outs
+    )
 
 
-def _same(a: Literal, b: Literal) -> bool:
-    return bool(np.array_equal(np.asarray(a.val), np.asarray(b.val)))
+def equal_values(a: Any, b: Any) -> bool:
+    """Whether two constants are equal; a NaN equals itself, in types that numpy does not know too."""
+    a, b = np.asarray(a), np.asarray(b)
+    return a.shape == b.shape and (a.tobytes() == b.tobytes() or np.array_equal(a, b))

@@ -176,7 +176,9 @@ class _Tracer:
 
     def graph(self) -> LayerGraph:
         """The graph of the whole batch."""
-        cut = build_layers(self.whole.loss, self.order, self.starts, self.index, names=self.marks)
+        cut = build_layers(
+            self.whole.loss, self.order, self.starts, self.index, params=self._param_names(), names=self.marks
+        )
         reductions = tuple(
             REDUCTIONS.get(self._kind(a, self.batching.kinds).name, "same") for a in self.whole.loss.results
         )
@@ -208,14 +210,16 @@ class _Tracer:
         writer = {v: layer.name for layer in cut.layers for v in layer.writes}
         return tuple(self._value(a, f"output of {writer[i]}") for i, a in enumerate(cut.values))
 
-    def _params(self) -> tuple[Value, ...]:
+    def _param_names(self) -> list[str]:
         names, leaves = self.arguments.state_names, self.whole.param_leaf
         if self.unfolded is not None:
             names, leaves = part_names(names, self.unfolded.leaves), self.unfolded.param_leaf
-        told = [f"parameter {i}" if leaf is None else names[leaf] for i, leaf in enumerate(leaves)]
+        return [f"parameter {i}" if leaf is None else names[leaf] for i, leaf in enumerate(leaves)]
+
+    def _params(self) -> tuple[Value, ...]:
         return tuple(
             Value(shape=shape_of(v).shape, dtype=shape_of(v).dtype, name=name)
-            for v, name in zip(self.whole.loss.params, told, strict=True)
+            for v, name in zip(self.whole.loss.params, self._param_names(), strict=True)
         )
 
     def _operands(self, loss: LossTape, pieces: int) -> tuple[Operand, ...]:
@@ -299,7 +303,7 @@ class _Tracer:
                 reason=str(error),
             ) from error
         order, starts = self._moved(loss.eqns, eqns)
-        cut = build_layers(replace(loss, eqns=tuple(eqns)), order, starts, self.index)
+        cut = build_layers(replace(loss, eqns=tuple(eqns)), order, starts, self.index, params=self._param_names())
         return replace(
             whole,
             layers=tuple(

@@ -19,7 +19,8 @@ class Kind:
         name: "const" (not at all), "count" (a number of examples), "rows" (example by example along `dim`),
             "scaled_rows" (rows over a count), "sum", "mean" (over examples), or "mixed".
         dim: the batch dimension of rows.
-        position: whether rows number the examples (an iota along the batch).
+        position: whether rows number the examples (an iota along the batch): good for looking up each its own alone,
+            for a micro-batch counts from 0 again.
         reason: for "mixed", which operation mixed the rows, and where.
         known: for "mixed", whether examples are known to meet; False where an operation is not understood.
     """
@@ -81,6 +82,9 @@ ALONG = {  # primitives that mix only along one dimension, and the parameter tha
     "reduce_prod": "axes",
     "reduce_xor": "axes",
 }
+INDEXING = SHAPE_ONLY | {"concatenate", "convert_element_type", "select_n", "lt", "slice", "stack"}
+"""What numbers of examples go through on their way to an index."""
+LOOKUPS = frozenset({"gather", "scatter", "scatter-add", "scatter_add", "scatter-mul", "scatter-min", "scatter-max"})
 BODIES = frozenset({"remat2", "checkpoint", "remat", "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
 NOT_ELEMENTWISE = frozenset(
     {
@@ -127,6 +131,20 @@ def elementwise(eqn: Any) -> bool:
     )
 
 
+def numbers_examples(eqn: Any, operands: Sequence[Kind]) -> bool:
+    """Whether numbers of examples become more here than an index to each example's own."""
+    name, by_number = eqn.primitive.name, [k.position for k in operands]
+    if not any(by_number):
+        return False
+    if name in LOOKUPS:
+        return operands[0].name != "rows" or by_number[0] or any(by_number[2:])
+    if name == "add":  # a negative index counts from the end
+        return all(k.name != "count" for k in operands)
+    if name == "select_n":
+        return any(k.name == "rows" and not k.position for k in operands)
+    return name not in INDEXING
+
+
 def rows(eqn: Any, rows: list[Kind], grown: tuple[int, ...], scaled: bool = False) -> Kind:
     """Rows along the one dimension that grew."""
     if len(grown) != 1:
@@ -134,16 +152,9 @@ def rows(eqn: Any, rows: list[Kind], grown: tuple[int, ...], scaled: bool = Fals
     name = eqn.primitive.name  # a dimension that is as long as the batch makes others look element-wise
     if name not in SHAPE_ONLY and name not in RULES and elementwise(eqn) and any(k.dim != grown[0] for k in rows):
         return mixed(eqn, "examples meet examples in another dimension")
-    moved = eqn.primitive.name in SHAPE_ONLY or eqn.primitive.name in (
-        "concatenate",
-        "convert_element_type",
-        "select_n",
-        "add",
-        "lt",
-        "rem",
-        "slice",
+    return Kind(
+        "scaled_rows" if scaled else "rows", grown[0], position=name in INDEXING and any(k.position for k in rows)
     )
-    return Kind("scaled_rows" if scaled else "rows", grown[0], position=moved and any(k.position for k in rows))
 
 
 def _reduce_sum(eqn: Any, operands: list[Kind], grown: tuple[int, ...], scaled: bool) -> Kind:

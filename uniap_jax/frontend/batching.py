@@ -9,12 +9,14 @@ losses, a ratio of sums), in which case the batch must not be split.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from uniap_jax.core.jax_compat import Literal, Var
 from uniap_jax.core.jaxprs import flatten, inner_jaxprs, open_jaxpr, scan_counts
+from uniap_jax.core.literals import equal_values
 from uniap_jax.frontend.batch_rules import (
     ALONG,
     BODIES,
@@ -31,6 +33,7 @@ from uniap_jax.frontend.batch_rules import (
     Kind,
     elementwise,
     mixed,
+    numbers_examples,
     rows,
 )
 
@@ -77,7 +80,7 @@ def _walk(small: Sequence[Any], large: Sequence[Any], kinds: dict[Var, Kind]) ->
 def _atom_kind(small: Any, large: Any, kinds: dict[Var, Kind]) -> Kind:
     if not isinstance(small, Literal):
         return kinds.get(small, CONST)
-    if not isinstance(large, Literal) or np.array_equal(small.val, large.val):
+    if not isinstance(large, Literal) or equal_values(small.val, large.val):
         return CONST
     if np.array_equal(np.asarray(small.val) * FACTOR, large.val):
         return COUNT
@@ -94,6 +97,8 @@ def _outputs(a: Any, b: Any, operands: list[Kind]) -> list[Kind]:
         return _body(a, b, operands)
     if name == "scan":
         return _scan(a, b, operands)
+    if name == "random_gamma" and operands[0].name == "const":
+        return [mixed(a, "random numbers that are drawn for all examples at once", known=False)] * len(a.outvars)
     names = {k.name for k in operands}
     grown = [grown_dims(x.aval, y.aval) for x, y in zip(a.outvars, b.outvars, strict=True)]
     if names <= {"const"}:
@@ -104,7 +109,11 @@ def _outputs(a: Any, b: Any, operands: list[Kind]) -> list[Kind]:
         return [_of_count(a, operands)] * len(a.outvars)
     if names & set(LINEAR):
         return [_of_reduced(a, operands)] * len(a.outvars)
-    return [_of_rows(a, operands, g) for g in grown]
+    found = [_of_rows(a, operands, g) for g in grown]
+    if not numbers_examples(a, operands):
+        return found
+    more = mixed(a, "the place of an example in the batch is more than an index", known=False)
+    return [k if k.name == "mixed" else more for k in found]
 
 
 def _fresh(eqn: Any, grown: tuple[int, ...]) -> Kind:
@@ -222,7 +231,7 @@ def _scan(a: Any, b: Any, operands: list[Kind]) -> list[Kind]:
         if kind.name == "rows" and scanned and kind.dim == 0:
             return [mixed(a, "a scan over the batch")] * len(a.outvars)
         shift = scanned and kind.name in ("rows", "scaled_rows")
-        moved.append(Kind(kind.name, kind.dim - 1) if shift else kind)
+        moved.append(replace(kind, dim=kind.dim - 1) if shift else kind)
     first, carries, _ = scan_counts(a)
     outs: list[Kind] = []
     for _ in range(3):  # a carry settles after at most two rounds: const -> rows -> rows
@@ -238,7 +247,7 @@ def _scan(a: Any, b: Any, operands: list[Kind]) -> list[Kind]:
     else:
         return [mixed(a, "a scan whose carry changes its dependence on the batch", known=False)] * len(a.outvars)
     stacked = [
-        k if i < carries else (Kind(k.name, k.dim + 1) if k.name in ("rows", "scaled_rows") else k)
+        k if i < carries else (replace(k, dim=k.dim + 1) if k.name in ("rows", "scaled_rows") else k)
         for i, k in enumerate(outs)
     ]
     bad = next((k for k in stacked if k.name in LINEAR or k.name == "mixed"), None)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.interpreters import mlir
+from jax.interpreters import ad, batching, mlir
 
 from uniap_jax.core.errors import TraceError
 from uniap_jax.core.jax_compat import Primitive, build_jaxpr
@@ -52,6 +52,28 @@ loss_and_grad_p.def_impl(lambda *args, **params: jax.jit(lambda *a: _compute(*a,
 mlir.register_lowering(loss_and_grad_p, mlir.lower_fun(_compute, multiple_results=True))
 
 
+def _refuse_vmap(*_: Any, **__: Any) -> Any:
+    raise TraceError(
+        "the gradient is taken inside `vmap`, one for each example or task, where it cannot be planned; put the vmap "
+        "inside the loss and take one gradient of the mean (or sum) of what it returns",
+        gradients=1,
+        inside="vmap",
+    )
+
+
+def _refuse_jvp(*_: Any, **__: Any) -> Any:
+    raise TraceError(
+        "the step differentiates its gradient (a product with the Hessian), which cannot be planned; inside the loss "
+        "gradients of any order can be",
+        gradients=1,
+        inside="jvp",
+    )
+
+
+batching.primitive_batchers[loss_and_grad_p] = _refuse_vmap
+ad.primitive_jvps[loss_and_grad_p] = _refuse_jvp
+
+
 def value_and_grad(
     fun: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False, **options: Any
 ) -> Callable[..., Any]:
@@ -67,7 +89,22 @@ def value_and_grad(
     return wrapped
 
 
-def _recording(real: Callable[..., Any], with_value: bool) -> Callable[..., Any]:
+class _Recorder:
+    """One trace's gradient functions; those called while a loss is traced are part of that loss."""
+
+    def __init__(self) -> None:
+        self.in_loss = False
+
+    @contextlib.contextmanager
+    def loss(self) -> Iterator[None]:
+        self.in_loss = True
+        try:
+            yield
+        finally:
+            self.in_loss = False
+
+
+def _recording(recorder: _Recorder, real: Callable[..., Any], with_value: bool) -> Callable[..., Any]:
     def replacement(
         fun: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False, **options: Any
     ) -> Callable[..., Any]:
@@ -76,7 +113,10 @@ def _recording(real: Callable[..., Any], with_value: bool) -> Callable[..., Any]
 
         @functools.wraps(fun)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            value, grads = _record(fun, argnums, has_aux, args, kwargs)
+            if recorder.in_loss:
+                return real(fun, argnums, has_aux, **options)(*args, **kwargs)
+            with recorder.loss():
+                value, grads = _record(fun, argnums, has_aux, args, kwargs)
             if with_value:
                 return value, grads
             return (grads, value[1]) if has_aux else grads
@@ -129,9 +169,9 @@ _lock = threading.RLock()
 def recording() -> Iterator[None]:
     """Replaces the gradient functions of `jax` for the length of a trace, and restores them whatever happens."""
     with _lock:
-        saved = jax.value_and_grad, jax.grad
-        jax.value_and_grad = _recording(saved[0], True)
-        jax.grad = _recording(saved[1], False)
+        saved, recorder = (jax.value_and_grad, jax.grad), _Recorder()
+        jax.value_and_grad = _recording(recorder, saved[0], True)
+        jax.grad = _recording(recorder, saved[1], False)
         try:
             yield
         finally:
@@ -213,7 +253,9 @@ def _explain(tape: Tape, found: list[int]) -> TraceError:
         )
     if found:
         return TraceError(
-            f"the step takes {len(found)} gradients; one loss can be planned. Add the losses, or plan the steps apart",
+            f"the step takes {len(found)} gradients; one loss can be planned. Add the losses (under "
+            "jax.lax.stop_gradient what one of them must not reach), or plan the steps apart; for gradient "
+            "accumulation take one gradient of the whole batch and let num_microbatches split it",
             gradients=len(found),
         )
     return TraceError(

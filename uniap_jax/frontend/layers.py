@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Any
 
 from uniap_jax.core.graph import Layer
@@ -33,18 +34,25 @@ class Cut:
 
 
 def build_layers(
-    loss: LossTape, order: Sequence[int], starts: Sequence[int], index: Var, *, names: Sequence[str] = ()
+    loss: LossTape,
+    order: Sequence[int],
+    starts: Sequence[int],
+    index: Var,
+    *,
+    params: Sequence[str],
+    names: Sequence[str] = (),
 ) -> Cut:
     """Builds the layers that start at `starts` (places in `order`).
 
     What depends on the batch alone is repeated in every layer that reads it. Results that depend on no parameter
-    are made by the last layer.
+    are made by the last layer. Parameters that nothing reads (an unused head) go to a layer too, see `_unread`.
 
     Args:
         loss: the flat loss.
         order: indices of the equations that run once, in order.
         starts: places in `order` where layers start, 0 included.
         index: variable of the micro-batch's index.
+        params: path of each parameter in the state, as `jax.tree_util.keystr` writes it.
         names: of the layers, "" where the name is to be found.
     """
     once = dependent(loss)
@@ -67,11 +75,35 @@ def build_layers(
             writes[made.get(key, len(segments) - 1)].append(atom)
         results.append(values[key])
     numbers = _Numbers(loss, index, values)
-    layers = [_layer(loss, helpers, s, seg, writes[s], numbers) for s, seg in enumerate(segments)]
+    unread = _unread(loss, [{v for i in seg for v in variables(loss.eqns[i].invars)} for seg in segments], params)
+    layers = [_layer(loss, helpers, s, seg, writes[s], unread[s], numbers) for s, seg in enumerate(segments)]
     given = names or [""] * len(layers)
     told = unique_names([name or layer.name for layer, name in zip(layers, given, strict=True)])
     named = tuple(replace(layer, name=name) for layer, name in zip(layers, told, strict=True))
     return Cut(layers=named, values=tuple(numbers.atoms(loss)), results=tuple(results))
+
+
+def _unread(loss: LossTape, reads: Sequence[set[Any]], names: Sequence[str]) -> list[list[Var]]:
+    """For each layer the parameters that no layer reads and that it takes: of its own module, of those the first.
+
+    They are sharded, counted and placed with it; equal layers with equal unused parameters stay equal.
+    """
+    paths = [name.replace(".", "[").split("[") for name in names]
+    first = {p: layer for layer, found in reversed(list(enumerate(reads))) for p in loss.params if p in found}
+    readers = [(first[v], path) for v, path in zip(loss.params, paths, strict=True) if v in first]
+
+    def closest(path: Sequence[str]) -> int:
+        shared = [
+            (len(list(takewhile(lambda pair: pair[0] == pair[1], zip(own, path, strict=False)))), -layer)
+            for layer, own in readers
+        ]
+        return -max(shared, default=(0, 0))[1]
+
+    taken: list[list[Var]] = [[] for _ in reads]
+    for v, path in zip(loss.params, paths, strict=True):
+        if v not in first:
+            taken[closest(path)].append(v)
+    return taken
 
 
 class _Numbers:
@@ -116,7 +148,13 @@ def loop_notes(layers: Sequence[Layer]) -> tuple[str, ...]:
 
 
 def _layer(
-    loss: LossTape, helpers: dict[Var, int], number: int, segment: list[int], writes: list[Any], n: _Numbers
+    loss: LossTape,
+    helpers: dict[Var, int],
+    number: int,
+    segment: list[int],
+    writes: list[Any],
+    unread: list[Var],
+    n: _Numbers,
 ) -> Layer:
     wanted = [v for i in segment for v in variables(loss.eqns[i].invars)] + variables(writes)
     eqns = [loss.eqns[i] for i in sorted({*segment, *_helpers(loss, helpers, wanted)})]
@@ -128,6 +166,7 @@ def _layer(
         if v in inside:
             continue
         (params if v in n.params else operands if v in n.operands else reads).setdefault(v)
+    params.update(dict.fromkeys(unread))
     jaxpr = close([*params, *operands, *reads], writes, eqns)
     body = [loss.eqns[i] for i in segment]
     lines = (source_line(e) for e in body)

@@ -1,7 +1,8 @@
 """Random bits of a micro-batch are the whole batch's, cut: dropout does not change with the number of micro-batches.
 
 `random_bits` of shape (B/c, ...) under the same key gives other bits than the first rows of (B, ...). So every such
-equation whose shape depends on the batch draws those of the whole batch's bits that are its micro-batch's rows.
+equation whose shape depends on the batch draws those of the whole batch's bits that are its micro-batch's rows; a key
+that is split once per example is split for the whole batch, and the micro-batch takes its own keys.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from uniap_jax.core.jaxprs import close, flatten, inline_into, inner_jaxprs, sca
 from uniap_jax.core.random_rows import bits_at
 
 CHECKPOINTS = ("remat2", "checkpoint", "remat")
+DRAWN = ("random_bits", "random_split")
 
 
 class CannotSlice(ValueError):
@@ -36,8 +38,8 @@ def slice_random_bits(micro: Sequence[Any], whole: Sequence[Any], index: Var) ->
     """
     out: list[Any] = []
     for small, large in zip(micro, whole, strict=True):
-        if small.primitive.name == "random_bits" and small.params["shape"] != large.params["shape"]:
-            _cut_bits(small, large, index, out)
+        if _differ(small, large):
+            _cut(small, large, index, out)
         elif _draws(small, large):
             if small.primitive.name == "scan":
                 _enter_loop(small, large, index, out)
@@ -48,26 +50,35 @@ def slice_random_bits(micro: Sequence[Any], whole: Sequence[Any], index: Var) ->
     return out
 
 
+def _differ(small: Any, large: Any) -> bool:
+    """Whether an equation draws, or splits a key, for the examples of the batch."""
+    return small.primitive.name in DRAWN and small.params["shape"] != large.params["shape"]
+
+
 def _draws(small: Any, large: Any) -> bool:
     """Whether bodies of two aligned equations hold random bits of different shapes."""
     for a, b in zip(inner_jaxprs(small), inner_jaxprs(large), strict=True):
         for x, y in zip(flatten(a).eqns, flatten(b).eqns, strict=True):
-            if x.primitive.name == "random_bits" and x.params["shape"] != y.params["shape"]:
-                return True
-            if _draws(x, y):
+            if _differ(x, y) or _draws(x, y):
                 return True
     return False
 
 
-def _cut_bits(small: Any, large: Any, index: Var, out: list[Any]) -> None:
+def _cut(small: Any, large: Any, index: Var, out: list[Any]) -> None:
     shape, full = small.params["shape"], large.params["shape"]
     dims = [d for d, (a, b) in enumerate(zip(shape, full, strict=True)) if a != b]
     if len(dims) != 1:
         raise CannotSlice("random bits over pairs of examples")
-    (dim,), width = dims, small.params["bit_width"]
+    (dim,) = dims
 
-    def rows(key: Any, i: Any) -> Any:
+    def keys(key: Any, i: Any) -> Any:
+        return jax.lax.dynamic_slice_in_dim(jax.random.split(key, full), i * shape[dim], shape[dim], dim)
+
+    def bits(key: Any, i: Any) -> Any:
+        width = small.params["bit_width"]
         return bits_at(key, i * shape[dim], shape=shape, whole=full, dim=dim, bit_width=width)
+
+    rows = keys if small.primitive.name == "random_split" else bits
 
     shapes = shape_of(large.invars[0]), jax.ShapeDtypeStruct((), jnp.int32)
     outs = inline_into(jax.make_jaxpr(rows)(*shapes), [small.invars[0], index], out, {}, small.source_info)

@@ -103,6 +103,7 @@ class Begin:
             s if made else leaves.shape(self._direct[a], stage).sharding
             for a, s, made in zip(self._atoms, shardings, self._is_made, strict=True)
         ]
+        self.state = dict(zip(self.operands, self.shardings[len(self.params) :], strict=True))
         self._inputs: list[int] = []
         self._program: Program | None = None
         if any(self._is_made):
@@ -137,7 +138,7 @@ def _lies(leaf: jax.ShapeDtypeStruct, sharding: NamedSharding) -> bool:
     """Whether a leaf comes in a layout."""
     found = leaf.sharding
     assert found is not None
-    return found.is_equivalent_to(sharding, len(leaf.shape))
+    return bool(found.is_equivalent_to(sharding, len(leaf.shape)))
 
 
 class Feeder:

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from uniap_jax.core.errors import ExecutionError
 from uniap_jax.core.jax_compat import no_mesh
 from uniap_jax.runtime.crossing import Crossing
-from uniap_jax.runtime.presence import is_here
+from uniap_jax.runtime.presence import is_here, relaid
 
 
 def spread(shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:
@@ -99,10 +99,10 @@ class Spreader:
             return jax.device_put(leaf, target)
         assert isinstance(source, NamedSharding)
         whole = NamedSharding(source.mesh, PartitionSpec())
-        here = jax.device_put(leaf, whole) if is_here(source.device_set) else None
+        here = relaid(leaf, whole) if is_here(source.device_set) else None
         key = (leaf.shape, leaf.dtype, source.mesh)
         if key not in self._ways:
             shape = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole)
             everywhere = NamedSharding(self._mesh, PartitionSpec())
             self._ways[key] = Crossing(f"leaf_{len(self._ways)}_to_all", shape, everywhere)
-        return jax.device_put(self._ways[key](here), target)
+        return relaid(self._ways[key](here), target)

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
@@ -62,6 +63,21 @@ def laid(array: Any, sharding: NamedSharding) -> Any:
         return jax.device_put(array, sharding)
     host = np.asarray(array)
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+
+def relaid(array: jax.Array, sharding: NamedSharding) -> jax.Array:
+    """An array in another layout of its devices; all processes that have some of them call this together.
+
+    `jax.device_put` does it for numbers; keys over several processes it refuses.
+    """
+    if not jnp.issubdtype(array.dtype, jax.dtypes.prng_key) or jax.process_count() == 1:
+        moved: jax.Array = jax.device_put(array, sharding)
+        return moved
+    if array.sharding.is_equivalent_to(sharding, array.ndim):
+        return array
+    data = jax.device_put(jax.random.key_data(array), sharding)
+    keys: jax.Array = jax.random.wrap_key_data(data, impl=jax.random.key_impl(array))
+    return keys
 
 
 def on_devices(array: jax.Array, mesh: Mesh, what: str) -> jax.Array:

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from uniap_jax.core.errors import ExecutionError, PlanMismatchError
 from uniap_jax.core.graph import Value
 from uniap_jax.runtime.homes import Layout
-from uniap_jax.runtime.presence import absent, is_elsewhere, is_here, laid, on_devices
+from uniap_jax.runtime.presence import absent, is_elsewhere, is_here, laid, on_devices, relaid
 from uniap_jax.runtime.programs import is_key, known_mesh
 
 log = logging.getLogger("uniap_jax")
@@ -77,11 +77,11 @@ def _place_across(leaf: Any, value: Value, sharding: NamedSharding) -> jax.Array
     A leaf that is spread over more devices is whole on all of them for a moment.
     """
     if is_elsewhere(leaf) and leaf.sharding.device_set > sharding.device_set and not leaf.is_fully_replicated:
-        leaf = jax.device_put(leaf, NamedSharding(leaf.sharding.mesh, PartitionSpec()))
+        leaf = relaid(leaf, NamedSharding(leaf.sharding.mesh, PartitionSpec()))
     if not is_here(sharding.device_set):
         return absent(value.shape, value.dtype, sharding)
     if is_elsewhere(leaf):
-        placed: jax.Array = jax.device_put(on_devices(leaf, known_mesh(sharding), f"state leaf {value.name}"), sharding)
+        placed = relaid(on_devices(leaf, known_mesh(sharding), f"state leaf {value.name}"), sharding)
         return jnp.copy(placed)
     if not is_key(value.dtype):
         made: jax.Array = laid(np.asarray(leaf, dtype=value.dtype), sharding)

@@ -113,8 +113,8 @@ def test_process_training_equals_one_device(scenario: str, size: int, tmp_path: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scenario", ["unequal_stages", "spanning_stages"])
-def test_process_stages_do_not_hang_in_twenty_runs(scenario: str) -> None:
+@pytest.mark.parametrize("scenario", ["one_stage", "equal_stages", "unequal_stages", "spanning_stages"])
+def test_process_training_does_not_hang_in_twenty_runs(scenario: str) -> None:
     expected = losses_of_one_device(20)
     for _ in range(20):
         ended = launch(scenario, 2)

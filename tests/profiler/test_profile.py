@@ -1,3 +1,6 @@
+import threading
+import time
+
 import jax
 import pytest
 
@@ -14,6 +17,7 @@ from uniap_jax.profiler.measure import Measurer
 from uniap_jax.profiler.optimizer import measure_optimizer
 from uniap_jax.profiler.order import entries
 from uniap_jax.profiler.programs import Arrays, Case, compile_fused, compile_split
+from uniap_jax.profiler.run import run_entries
 from uniap_jax.profiler.timing import Timing
 
 
@@ -136,3 +140,27 @@ def test_the_two_programs_give_the_results_of_one(graph):
     parts = backward.compiled(inputs, kept, cotangents, sums)
     for a, b in zip(whole, [written, *parts], strict=True):
         assert jax.numpy.allclose(a, b, rtol=1e-5, atol=1e-7)
+
+
+def test_what_is_found_comes_in_the_order_of_its_worth_whoever_ends_first(graph):
+    """Ties between neighbours go to the first, so the order of threads must not decide them."""
+    describer = Describer(graph, local_cluster())
+    ranked = entries(describer, num_stages=1, num_microbatches=1, keeps=("all",))[:2]
+    second_is_done = threading.Event()
+
+    class Slow:
+        def __init__(self):
+            self.describer = describer
+
+        def known(self, entry):
+            return None
+
+        def measure(self, entry):
+            if entry is ranked[0]:
+                assert second_is_done.wait(10)
+            else:
+                second_is_done.set()
+            return entry.key
+
+    found = run_entries(ranked, Slow(), deadline_s=time.monotonic() + 10, progress=None, workers=2)
+    assert list(found) == [e.key for e in ranked]

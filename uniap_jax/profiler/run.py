@@ -74,7 +74,8 @@ def run_entries(
                 waiting.add(pool.submit(probe, entry))
                 begun += 1
             if not waiting:
-                return found
+                # in order: what is not known is scaled from the nearest that is, and of two as near from the first
+                return {e.key: found[e.key] for e in ranked if e.key in found}
             ready, waiting = wait(waiting, return_when=FIRST_COMPLETED)
             for entry, cost, seconds in (future.result() for future in ready):
                 durations.append(seconds)

@@ -212,6 +212,9 @@ NUMBERED = {
     "first half": lambda w, b: jnp.where((numbers(b) < 4)[:, None], logits(w, b), 0.0).mean(),
     "every other": lambda w, b: jnp.where((numbers(b) % 2 == 0)[:, None], logits(w, b), 0.0).mean(),
     "table": lambda w, b: (logits(w, b) * jnp.linspace(0.0, 1.0, 64)[numbers(b)][:, None]).mean(),
+    "column": lambda w, b: jax.vmap(lambda row, i: jax.lax.dynamic_index_in_dim(row, i))(
+        jnp.tile(logits(w, b), 3), numbers(b)
+    ).mean(),
     "next example": lambda w, b: (logits(w, b) * logits(w, b)[numbers(b) + 1]).mean(),
     "key": lambda w, b: jax.vmap(noise)(
         jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(1), numbers(b)), logits(w, b)

@@ -280,5 +280,6 @@ RULES: dict[str, Callable[..., Kind]] = {
     "dynamic_update_slice": _touches_batch(_sliced_dims),
     "pad": _touches_batch(_padded_dims),
     "fft": _touches_batch(_transformed_dims),
+    "tile": _touches_batch(lambda e: [d for d, times in enumerate(e.params["reps"]) if times != 1]),
     **dict.fromkeys(("reduce_window_sum", "reduce_window_max", "reduce_window_min"), _touches_batch(_window_dims)),
 }

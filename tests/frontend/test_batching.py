@@ -233,6 +233,17 @@ def test_the_number_of_an_example_is_an_index_and_nothing_else(name):
     assert "the place of an example" in graph.split_reason
 
 
+def test_noise_that_is_drawn_ahead_of_the_loss_is_not_split():
+    def step(w, b):
+        noise = jax.random.normal(jax.random.key(3), (b["x"].shape[0], 3))
+        out, grad = jax.value_and_grad(lambda p: ((logits(p, b) + w.sum() * noise) ** 2).mean())(w)
+        return w - grad, out
+
+    graph = trace(step, W, BATCH)
+    assert graph.split_cause == "unknown"
+    assert "(8, 3), outside of the function" in graph.split_reason
+
+
 def test_draws_that_cannot_be_cut_are_not_split():
     graph = traced(lambda w, b: (logits(w, b) * jax.random.gamma(jax.random.key(0), 1.0, (len(b["x"]), 1))).mean())
     assert graph.split_cause == "unknown"

@@ -40,12 +40,14 @@ INSIDE: dict[str, Loss] = {
         jax.lax.reduce_window(logits(w, b), -jnp.inf, jax.lax.max, (1, 2), (1, 1), "SAME") ** 2
     ).mean(),
     "transformed": lambda w, b: (jnp.abs(jnp.fft.fft(logits(w, b))) ** 2).mean(),
+    "repeated": lambda w, b: (jnp.tile(logits(w, b), (1, 3)) ** 2).mean(),
 }
 ALONG: dict[str, Loss] = {
     "pooled": lambda w, b: (
         jax.lax.reduce_window(logits(w, b), -jnp.inf, jax.lax.max, (2, 1), (1, 1), "SAME") ** 2
     ).mean(),
     "transformed": lambda w, b: (jnp.abs(jnp.fft.fft(logits(w, b), axis=0)) ** 2).mean(),
+    "repeated": lambda w, b: (jnp.tile(logits(w, b), (2, 1)) ** 2).mean(),
 }
 ACROSS: dict[str, Loss] = {
     "other rows": lambda w, b: (logits(w, b).at[b["order"]].add(logits(w, b)) ** 2).mean(),

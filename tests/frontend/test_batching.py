@@ -212,6 +212,9 @@ NUMBERED = {
     "first half": lambda w, b: jnp.where((numbers(b) < 4)[:, None], logits(w, b), 0.0).mean(),
     "every other": lambda w, b: jnp.where((numbers(b) % 2 == 0)[:, None], logits(w, b), 0.0).mean(),
     "table": lambda w, b: (logits(w, b) * jnp.linspace(0.0, 1.0, 64)[numbers(b)][:, None]).mean(),
+    "column": lambda w, b: jax.vmap(lambda row, i: jax.lax.dynamic_index_in_dim(row, i))(
+        jnp.tile(logits(w, b), 3), numbers(b)
+    ).mean(),
     "next example": lambda w, b: (logits(w, b) * logits(w, b)[numbers(b) + 1]).mean(),
     "key": lambda w, b: jax.vmap(noise)(
         jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(1), numbers(b)), logits(w, b)
@@ -228,6 +231,17 @@ def test_the_number_of_an_example_is_an_index_and_nothing_else(name):
     graph = traced(NUMBERED[name])
     assert graph.split_cause == "unknown"
     assert "the place of an example" in graph.split_reason
+
+
+def test_noise_that_is_drawn_ahead_of_the_loss_is_not_split():
+    def step(w, b):
+        noise = jax.random.normal(jax.random.key(3), (b["x"].shape[0], 3))
+        out, grad = jax.value_and_grad(lambda p: ((logits(p, b) + w.sum() * noise) ** 2).mean())(w)
+        return w - grad, out
+
+    graph = trace(step, W, BATCH)
+    assert graph.split_cause == "unknown"
+    assert "(8, 3), outside of the function" in graph.split_reason
 
 
 def test_draws_that_cannot_be_cut_are_not_split():

@@ -90,6 +90,12 @@ def _split(captured: Captured) -> SplitStep:
     return replace(parts, loss=placed(parts.loss))
 
 
+def _drawn_ahead(loss: LossTape, large: LossTape) -> tuple[int, ...]:
+    """Shape of the first state operand that grows with the batch, () where none does."""
+    pairs = ((shape_of(a).shape, shape_of(b).shape) for a, b in zip(loss.state, large.state, strict=False))
+    return next((tuple(a) for a, b in pairs if a != b), ())
+
+
 def _first_line(error: BaseException) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__)
 
@@ -145,6 +151,12 @@ class _Tracer:
                 grown = grown_dims(x.aval, y.aval)
                 dims[x] = grown[0] if grown else None
         cause, reason = self._split_reason(kinds)
+        if not reason and (shape := _drawn_ahead(loss, large)):
+            cause, reason = (
+                "unknown",
+                f"the step makes an array of the batch's size, {shape}, outside of the function that it differentiates "
+                "and without reading the batch (noise, time steps); make it inside that function",
+            )
         return _Batching(kinds=kinds, dims=dims, cause=cause, reason=reason)
 
     def _unfollowed(self, reason: str) -> _Batching:

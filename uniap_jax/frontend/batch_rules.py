@@ -137,7 +137,10 @@ def numbers_examples(eqn: Any, operands: Sequence[Kind]) -> bool:
     if not any(by_number):
         return False
     if name in LOOKUPS:
-        return operands[0].name != "rows" or by_number[0] or any(by_number[2:])
+        numbers = eqn.params["dimension_numbers"]
+        looked_up = numbers.start_index_map if name == "gather" else numbers.scatter_dims_to_operand_dims
+        own = operands[0].name == "rows" and operands[0].dim in looked_up
+        return not own or by_number[0] or any(by_number[2:])
     if name == "add":  # a negative index counts from the end
         return all(k.name != "count" for k in operands)
     if name == "select_n":
@@ -277,5 +280,6 @@ RULES: dict[str, Callable[..., Kind]] = {
     "dynamic_update_slice": _touches_batch(_sliced_dims),
     "pad": _touches_batch(_padded_dims),
     "fft": _touches_batch(_transformed_dims),
+    "tile": _touches_batch(lambda e: [d for d, times in enumerate(e.params["reps"]) if times != 1]),
     **dict.fromkeys(("reduce_window_sum", "reduce_window_max", "reduce_window_min"), _touches_batch(_window_dims)),
 }

@@ -103,7 +103,6 @@ class Begin:
             s if made else leaves.shape(self._direct[a], stage).sharding
             for a, s, made in zip(self._atoms, shardings, self._is_made, strict=True)
         ]
-        self.state = dict(zip(self.operands, self.shardings[len(self.params) :], strict=True))
         self._inputs: list[int] = []
         self._program: Program | None = None
         if any(self._is_made):

@@ -100,9 +100,9 @@ class Programs:
         self.routes = [routes(layout, self.specs, self.feeder, spec, pool) for spec in self.specs]
         begun = [
             (build_whole if schedule.turns_at_once and spec is self.specs[-1] else build_forward)(
-                layout, spec, (self._params(spec, home), begin.state), pool
+                layout, spec, self._params(spec, home), pool
             )
-            for spec, begin in zip(self.specs, self.begin, strict=True)
+            for spec in self.specs
         ]
         self.combine = [_build_combine(layout, spec, pool) for spec in self.specs]
         self.stages = [build_backward(layout, s, pool) if isinstance(s, StageForward) else s for s in begun]

@@ -28,9 +28,6 @@ from uniap_jax.runtime.replicas import Replicas, replicas_of, run_stage
 from uniap_jax.runtime.residuals import rebuildable
 from uniap_jax.runtime.stages import StageSpec
 
-Arrives = tuple[dict[int, NamedSharding], dict[int, NamedSharding]]
-"""Layouts in which the parameters, and the operands that are state, come to a stage, by position in the graph."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StagePrograms:
@@ -99,16 +96,18 @@ class StageForward:
     kept: tuple[int, ...]
 
 
-def build_forward(layout: Layout, spec: StageSpec, arrives: Arrives, pool: Executor | None = None) -> StageForward:
+def build_forward(
+    layout: Layout, spec: StageSpec, params: dict[int, NamedSharding], pool: Executor | None = None
+) -> StageForward:
     """Traces a stage and has its forward compiled.
 
     Args:
         layout: graph under its plan.
         spec: of the stage.
-        arrives: layouts in which parameters and state come in.
+        params: layout in which each parameter comes in.
         pool: compiles in the background.
     """
-    inputs = input_shapes(layout, spec, arrives)
+    inputs = input_shapes(layout, spec, params)
     traced = _trace(layout, spec, inputs)
     tape, emitted = traced.tape, list(traced.tape.outvars[: traced.emitted])
     returned = [v for v in traced.held if v not in variables(emitted)]
@@ -163,16 +162,18 @@ def build_backward(layout: Layout, stage: StageForward, pool: Executor | None = 
     )
 
 
-def build_whole(layout: Layout, spec: StageSpec, arrives: Arrives, pool: Executor | None = None) -> StagePrograms:
+def build_whole(
+    layout: Layout, spec: StageSpec, params: dict[int, NamedSharding], pool: Executor | None = None
+) -> StagePrograms:
     """A stage that turns round at once, as one program.
 
     Args:
         layout: graph under its plan.
         spec: of a stage that no other stage reads from.
-        arrives: layouts in which parameters and state come in.
+        params: layout in which each parameter comes in.
         pool: compiles in the background.
     """
-    inputs, replicas = input_shapes(layout, spec, arrives), replicas_of(layout, spec.stage)
+    inputs, replicas = input_shapes(layout, spec, params), replicas_of(layout, spec.stage)
     run, pull = _with_vjp(layout, spec, inputs, replicas), _pullback(layout, spec, replicas)
     zeros, totals = _build_zeros(layout, spec, replicas, pool)
 
@@ -201,13 +202,12 @@ def build_whole(layout: Layout, spec: StageSpec, arrives: Arrives, pool: Executo
     )
 
 
-def input_shapes(layout: Layout, spec: StageSpec, arrives: Arrives) -> list[Any]:
+def input_shapes(layout: Layout, spec: StageSpec, params: dict[int, NamedSharding]) -> list[Any]:
     """Of the forward program: params, operands, reads."""
-    graph, (params, state) = layout.graph, arrives
-    rows = {o: operand_sharding(layout, spec.stage, o) for o in spec.operands if o not in state}
+    graph = layout.graph
     return [
         *(shape_of(graph.params[p], params[p]) for p in spec.params),
-        *(shape_of(graph.operands[o], state[o] if o in state else rows[o]) for o in spec.operands),
+        *(shape_of(graph.operands[o], operand_sharding(layout, spec.stage, o)) for o in spec.operands),
         *(shape_of(graph.values[v], a) for v, a in zip(spec.reads, spec.arrives, strict=True)),
     ]
 

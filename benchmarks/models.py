@@ -12,6 +12,7 @@ gradient over the steps, or the reason why the plan was refused.
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.util
 import json
 import logging
@@ -39,7 +40,7 @@ from uniap_jax.core.errors import UniapError
 from uniap_jax.core.strategy import parse_strategy
 
 SCRIPTS = Path(__file__).parent.parent / "tests" / "models" / "scripts"
-KINDS = SCRIPTS.parent.parent / "model_kinds.py"
+TESTS = SCRIPTS.parent.parent
 PLANS = (
     "1 1 data=8",
     "1 1 fsdp=8",
@@ -65,10 +66,16 @@ def _load(path: Path) -> Any:
     return module
 
 
+def _kinds() -> Any:
+    if str(TESTS) not in sys.path:
+        sys.path.append(str(TESTS))
+    return importlib.import_module("model_kinds").KINDS
+
+
 def build(name: str) -> Any:
     """(state, train_step, batch) of a script, or of a kind in `tests/model_kinds.py`."""
     script = SCRIPTS / f"{name}.py"
-    return _load(script).build() if script.exists() else _load(KINDS).KINDS[name]()
+    return _load(script).build() if script.exists() else _kinds()[name]()
 
 
 def cells(name: str, plans: Sequence[str], steps: int) -> Iterable[dict[str, Any]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import logging
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -125,20 +124,6 @@ def test_a_model_without_equal_stages_is_refused() -> None:
     with pytest.raises(StrategyError) as error:
         planned.place(state, batch)
     assert error.value.num_stages == 8
-
-
-def test_a_program_for_each_stage_stays_in_one_process() -> None:
-    state, step, batch = support.residual(aux=False)
-    graph = uniap.trace(step, state, batch)
-    plan = support.pinned(graph, 2, 2, "data=4", "gpipe")
-
-    class Elsewhere:
-        process_index = 1
-
-    devices = [*jax.devices()[:4], *(Elsewhere() for _ in range(4))]
-    with pytest.raises(ExecutionError) as error:
-        uniap.compile_plan(graph, replace(plan, executor="stages"), devices=devices)
-    assert error.value.processes == 2
 
 
 def test_example_plans_for_a_pod_that_is_not_here(

@@ -129,6 +129,25 @@ def test_process_that_stays_behind_ends_the_job(behind: int | None, step_timeout
     assert all(message in m for m in job.ended)
 
 
+def test_process_that_dies_is_blamed_and_not_the_one_that_fails_for_it() -> None:
+    """A collective fails on the ranks that are left, maybe before rank 0 sees the line of the dead one break."""
+
+    def body(group: Group) -> Any:
+        group.enter(6)
+        if group.rank == 0:
+            group._send({"kind": "failed", "message": "connection closed by peer"})
+        if group.rank == 1:
+            time.sleep(0.5)
+            group._line.shutdown(socket.SHUT_RDWR)
+        time.sleep(4)
+        return None
+
+    job = Job(body)
+    told = [m for m in job.ended if not m.startswith("rank 1:")]
+    assert len(told) == SIZE - 1
+    assert all("rank 1 ended in step 6: its process is gone" in m for m in told)
+
+
 def test_process_that_cannot_reach_rank_0_says_so() -> None:
     with pytest.raises(ExecutionError, match="cannot reach rank 0") as error:
         Group(1, 2, ("127.0.0.1", 1), timeout_s=0.3, on_failure=lambda message: None)

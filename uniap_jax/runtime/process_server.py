@@ -14,6 +14,8 @@ from typing import Any
 log = logging.getLogger("uniap_jax")
 
 TICK_S = 0.1
+ECHO_S = 2.0
+"""A rank may fail because another one died, before the line of that one is seen to break: so long it is not blamed."""
 LINE_BYTES = 1 << 26
 """A plan of thousands of layers is far below; what is longer is not one of ours."""
 
@@ -66,6 +68,7 @@ class Server:
         self._said: dict[str, dict[int, str]] = {}
         self._first: dict[str, float] = {}
         self._failed = False
+        self._told: tuple[float, int, str] | None = None  # the first failure that a rank told of
         self._done = threading.Event()
         self._started = time.monotonic()
         self._listener = socket.create_server(address)
@@ -135,12 +138,16 @@ class Server:
         elif kind == "step":
             member.step, member.since = int(message["step"]), time.monotonic()
         elif kind == "failed":
-            self._fail(member.rank, f"rank {member.rank} failed {_where(member)}: {message['message']}")
+            why = f"rank {member.rank} failed {_where(member)}: {message['message']}"
+            self._told = self._told or (time.monotonic(), member.rank, why)
         elif kind == "bye":
             member.left = True
 
     def _watch(self) -> None:
         now = time.monotonic()
+        if self._told is not None and now - self._told[0] > ECHO_S:
+            self._fail(*self._told[1:])
+            return
         absent = sorted(set(range(self._size)) - set(self._members))
         if absent and now - self._started > self._timeout_s:
             self._fail(absent[0], f"rank {absent[0]} did not start within {self._timeout_s:.0f} s of rank 0")

@@ -142,7 +142,7 @@ class _Tracer:
         except (TypeError, ValueError, AssertionError) as error:  # JAX's, or the user's own check of a shape
             return self._unfollowed(f"the step does not trace at another batch size ({_first_line(error)})")
         try:
-            kinds = classify(loss, large, loss.batch, large.batch)
+            kinds = classify(loss, large, loss.batch)
         except Misaligned as error:
             return self._unfollowed(f"the step does something else at another batch size ({_first_line(error)})")
         dims: dict[Var, int | None] = dict.fromkeys(loss.batch, 0)

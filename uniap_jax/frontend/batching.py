@@ -55,13 +55,13 @@ def grown_dims(small: Any, large: Any) -> tuple[int, ...]:
     return tuple(d for d, (a, b) in enumerate(zip(small.shape, large.shape, strict=True)) if a != b)
 
 
-def classify(small: Any, large: Any, batch_small: Sequence[Var], batch_large: Sequence[Var]) -> dict[Var, Kind]:
-    """Kind of every variable of the first of two aligned loss tapes.
+def classify(small: Any, large: Any, batch: Sequence[Var]) -> dict[Var, Kind]:
+    """Kind of every variable of the first of two aligned loss tapes, whose rows of examples are `batch`.
 
     Raises:
         Misaligned: the step does something else at another batch size.
     """
-    kinds: dict[Var, Kind] = {v: Kind("rows", 0) for v in batch_small}
+    kinds: dict[Var, Kind] = {v: Kind("rows", 0) for v in batch}
     _walk(small.eqns, large.eqns, kinds)
     return kinds
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from jax.sharding import PartitionSpec
@@ -16,8 +17,6 @@ from uniap_jax.core.costs import ANY_STAGE, BoolArray, Candidate, CostTables, Fl
 from uniap_jax.core.equal_costs import EqualTables
 from uniap_jax.core.errors import StrategyError
 from uniap_jax.core.graph import Layer, LayerGraph
-from uniap_jax.core.machine import Cluster
-from uniap_jax.core.profile import Profile
 from uniap_jax.core.sharding import layer_sharding
 from uniap_jax.core.strategy import Strategy, storage
 from uniap_jax.cost_model.assemble import TableModel
@@ -84,23 +83,15 @@ class RowModel(TableModel):
     """A cost model of a graph whose loops over layers were unfolded.
 
     Args:
-        graph: traced with the whole batch.
-        cluster: the devices.
-        profile: measured numbers; what it lacks is described.
-        keeps: what strategies may keep for the backward pass.
+        graph: with a step by rows.
+        *machine: as of `TableModel`.
+        **options: likewise.
     """
 
-    def __init__(
-        self,
-        graph: LayerGraph,
-        cluster: Cluster,
-        profile: Profile | None,
-        *,
-        keeps: tuple[str, ...] = ("all", "inputs"),
-    ) -> None:
+    def __init__(self, graph: LayerGraph, *machine: Any, **options: Any) -> None:
         rows = graph.step.by_rows
         assert rows is not None
-        super().__init__(graph.by_rows, cluster, profile, keeps=keeps)
+        super().__init__(graph.by_rows, *machine, **options)
         self._rows = RowLayers(self.graph, rows.params)
         self._last: CostTables | None = None
 

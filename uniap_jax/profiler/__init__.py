@@ -87,7 +87,7 @@ def profile(
         fits, rates = measure_machine(here, stages, cache, start + LINKS_SHARE * budget_s)
         describer = measured_describer(describer, fits, rates)
         measurer = Measurer(describer=describer, devices=here, rates=rates, cache=cache)
-        rates = measurer.rates = measurer.with_optimizer()
+        rates = measurer.rates = measurer.with_optimizer(start + budget_s)
         prober, workers = measurer, 1
     else:
         absent = _absent_stages(cluster, found)

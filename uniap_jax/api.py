@@ -285,7 +285,7 @@ def parallelize(
         num_microbatches=num_microbatches,
         schedule=schedule,
         executor=executor,
-        strategy=parse_strategy(strategy) if isinstance(strategy, str) else strategy,
+        strategy=None if strategy is None else parse_strategy(strategy),
         pin=pin,
         top_k=top_k,
         memory_limit=memory_limit,

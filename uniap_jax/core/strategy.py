@@ -86,12 +86,14 @@ class Strategy:
         return ",".join(parts) or "data=1"
 
 
-def parse_strategy(text: str) -> Strategy:
-    """Reads `data=2,tensor=2` or `tensor=4,sequence` (the inverse of `str`).
+def parse_strategy(text: str | Strategy) -> Strategy:
+    """Reads `data=2,tensor=2` or `tensor=4,sequence` (the inverse of `str`); a strategy is itself.
 
     Raises:
         StrategyError: an unknown key or a value of the wrong kind, naming it and the keys that exist.
     """
+    if isinstance(text, Strategy):
+        return text
     known = {f.name for f in fields(Strategy)}
     values: dict[str, int | str | bool] = {}
     for part in filter(None, (p.strip() for p in text.split(","))):

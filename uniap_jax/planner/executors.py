@@ -75,7 +75,7 @@ def solve(
             possible=("auto", *EXECUTORS),
         )
     clock = Clock(limit_s=time_limit_s)
-    strategy = parse_strategy(strategy) if isinstance(strategy, str) else strategy
+    strategy = None if strategy is None else parse_strategy(strategy)
     wanted = _Wanted(num_stages=num_stages, num_microbatches=num_microbatches, schedule=schedule, strategy=strategy)
     fixed = {"num_microbatches": num_microbatches, "schedule": schedule, "strategy": strategy, **options}
     beside = options.get("engine", "interval") in SEARCHING and not options.get("pin")

@@ -50,7 +50,7 @@ def test_links_delay_the_first_and_the_last_micro_batch() -> None:
 def test_order_respects_what_every_task_needs(stages: int, microbatches: int) -> None:
     for schedule in (gpipe(stages, microbatches), one_f_one_b(stages, microbatches)):
         seen: set[tuple[int, Task]] = set()
-        for stage, task in schedule.order:
+        for stage, task in ((e.stage, e.task) for e in schedule.simulate()):
             assert set(schedule.needs(stage, task)) <= seen
             seen.add((stage, task))
         assert len(seen) == 2 * stages * microbatches

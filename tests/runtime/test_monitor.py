@@ -148,7 +148,7 @@ def test_the_loop_waits_for_nothing() -> None:
     first = Stopwatch(0, schedule, done.put)
     second = Stopwatch(1, schedule, done.put, previous=first)
     for stopwatch in (first, second):
-        for stage, task in schedule.order:
+        for stage, task in ((e.stage, e.task) for e in schedule.simulate()):
             stopwatch(stage, task, array)
         stopwatch.finish()
     assert done.empty()

@@ -132,11 +132,6 @@ class Schedule:
         ]
         return len(turned) == self.num_microbatches
 
-    @property
-    def order(self) -> tuple[tuple[int, Task], ...]:
-        """All tasks in an order that one host can issue: by start where a forward takes 1 s and a backward 2 s."""
-        return tuple((e.stage, e.task) for e in self.simulate())
-
     def simulate(
         self,
         forward_s: Sequence[float] | None = None,

@@ -282,13 +282,13 @@ class Pipeline:
     def _forward(
         self, programs: Programs, live: list[_Live], stage: int, m: int, outbox: Outbox
     ) -> tuple[Sequence[Any], Sequence[Any]]:
-        here, built, ways = live[stage], programs.stages[stage], programs.routes[stage]
+        here, built, routed = live[stage], programs.stages[stage], programs.routes[stage]
         inputs = here.taking(m)
         del here.arrived[m]
-        for position, array in zip(ways.rows, here.rows[m], strict=True):
+        for position, array in zip(routed.rows, here.rows[m], strict=True):
             inputs[position] = array
         here.rows[m] = []
-        for position in ways.numbers:
+        for position in routed.numbers:
             inputs[position] = programs.feeder.numbers[stage][m]
         if built.backward is None:
             results, here.totals, back = built.forward(inputs, here.totals)
@@ -301,7 +301,7 @@ class Pipeline:
         first = len(built.spec.writes)
         for held, piece in zip(here.results, made[first : first + len(here.results)], strict=True):
             held.append(piece)
-        for route in ways.forward:
+        for route in routed.forward:
             box = live[route.stage].taking(m)
             outbox.post((route.stage, FORWARD, m), made[route.source], route.way, (box, route.place[0]))
         return made, ()
@@ -309,11 +309,11 @@ class Pipeline:
     def _backward(
         self, programs: Programs, live: list[_Live], stage: int, m: int, outbox: Outbox
     ) -> tuple[Sequence[Any], Sequence[Any]]:
-        here, built, ways = live[stage], programs.stages[stage], programs.routes[stage]
+        here, built, routed = live[stage], programs.stages[stage], programs.routes[stage]
         inputs, back = here.kept.pop(m)
         if built.backward is not None:
             here.totals, back = built.backward(inputs, back, here.returned.pop(m, []), here.totals)
-        for route in ways.backward:
+        for route in routed.backward:
             parts = live[route.stage].returned.setdefault(m, [[None] * n for n in programs.routes[route.stage].parts])
             write, part = route.place
             outbox.post((route.stage, BACKWARD, m), back[route.source], route.way, (parts[write], part))

@@ -11,10 +11,11 @@ from uniap_jax.core.costs import Assignment, Candidate, evaluate
 from uniap_jax.core.described import Describer
 from uniap_jax.core.errors import ProfileError
 from uniap_jax.core.profile import Footprint, Key, LayerCost, Profile
+from uniap_jax.core.schedule import make_schedule
 from uniap_jax.core.strategy import Strategy
 from uniap_jax.cost_model import estimate
 from uniap_jax.cost_model.memory import Held, beside_state
-from uniap_jax.cost_model.pipeline import busy_factor, flights
+from uniap_jax.cost_model.pipeline import busy_factor, flights, turns_at_once
 from uniap_jax.cost_model.reshard import bundles, reshard_seconds
 from uniap_jax.cost_model.state import state_bytes
 
@@ -112,6 +113,14 @@ def test_a_last_stage_that_turns_at_once_holds_what_one_program_holds(graph):
     # beside the state what a layer adds to one program, and working memory
     assert tables.memory_bytes[1, 3, k] == pytest.approx(3 * PARAMS + 40.0 + 20.0)
     assert measured.stage_cost(1, strategy, replace(candidate, schedule="gpipe"), 3).kept_bytes == split.kept_bytes
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "one_f_one_b"])
+@pytest.mark.parametrize(("stages", "pieces"), [(2, 1), (2, 4), (4, 2), (4, 8)])
+def test_what_turns_at_once_is_what_the_schedule_turns(schedule, stages, pieces):
+    candidate = Candidate(num_stages=stages, num_microbatches=pieces, schedule=schedule)
+    turned = [turns_at_once(candidate, stage) for stage in range(stages)]
+    assert turned == [False] * (stages - 1) + [make_schedule(schedule, stages, pieces).turns_at_once]
 
 
 def test_flights():

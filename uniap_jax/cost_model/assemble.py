@@ -24,7 +24,7 @@ from uniap_jax.core.weights import ParamBytes
 from uniap_jax.cost_model.credible import credible
 from uniap_jax.cost_model.equal_stages import EqualModel
 from uniap_jax.cost_model.memory import Held, beside_state
-from uniap_jax.cost_model.pipeline import busy_factor, flights, turns_at_once, working_share
+from uniap_jax.cost_model.pipeline import busy_factor, flights, holds_as_one, turns_at_once, working_share
 from uniap_jax.cost_model.reshard import bundles, edge_tables
 from uniap_jax.cost_model.state import Shares, charged_to, layer_shares, state_bytes
 
@@ -169,13 +169,9 @@ class TableModel:
         return self._cost(self.graph.layers[layer], strategy, self.batch_size // num_microbatches, fused)
 
     def stage_cost(self, layer: int, strategy: Strategy, candidate: Candidate, stage: int) -> LayerCost:
-        """What one micro-batch of a layer costs on a stage; see `cost_model.pipeline.turns_at_once`.
-
-        A last stage that turns at once holds what a program for both directions holds. Where only inputs are kept, two
-        programs hold the same.
-        """
+        """What one micro-batch of a layer costs on a stage: its memory may be that of one program for both ways."""
         plain = self.layer_cost(layer, strategy, num_microbatches=candidate.num_microbatches)
-        if stage + 1 < candidate.num_stages or not turns_at_once(candidate) or strategy.keep == "inputs":
+        if not holds_as_one(candidate, stage, strategy):
             return plain
         turned: Footprint | LayerCost | None = plain.turned
         if turned is None:
@@ -202,7 +198,7 @@ class TableModel:
         allowed = np.zeros(shape, dtype=np.bool_)
         time, iteration, fixed, kept, transient = (np.zeros(shape) for _ in range(5))
         last, last_transient = np.zeros(shape), np.zeros(shape)  # of a last stage that turns at once
-        turning = turns_at_once(candidate)
+        turning = turns_at_once(candidate, stages - 1)
         for group in self._alike(stages):
             layer = layers[group[0]]
             for k, strategy in enumerate(strategies):
@@ -217,9 +213,9 @@ class TableModel:
                 transient[group, k] = cost.transient_bytes
                 if turning:
                     ending = self.stage_cost(layer.index, strategy, candidate, stages - 1)
-                    last[group, k] = held.state + sum(
-                        beside_state(ending, held, candidate, self.cluster.platform, turned=ending is not cost)
-                    )
+                    turned = holds_as_one(candidate, stages - 1, strategy)
+                    beside = beside_state(ending, held, candidate, self.cluster.platform, turned=turned)
+                    last[group, k] = held.state + sum(beside)
                     last_transient[group, k] = ending.transient_bytes
         fixed += working_share(transient, self.graph, candidate)
         in_flight = np.array([flights(candidate, i) for i in range(stages)], dtype=np.float64)

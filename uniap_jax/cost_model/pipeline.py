@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 from uniap_jax.core.costs import Candidate
 from uniap_jax.core.graph import LayerGraph
+from uniap_jax.core.strategy import Strategy
 
 FloatArray = NDArray[np.float64]
 
@@ -20,9 +21,15 @@ def flights(candidate: Candidate, stage: int) -> int:
     return min(candidate.num_stages - stage, candidate.num_microbatches)
 
 
-def turns_at_once(candidate: Candidate) -> bool:
-    """Whether the last stage runs each backward right after its forward, both in one program."""
-    return candidate.num_stages > 1 and candidate.schedule == "one_f_one_b"
+def turns_at_once(candidate: Candidate, stage: int) -> bool:
+    """Whether a stage runs each backward right after its forward, both in one program: as `Schedule.turns_at_once`."""
+    last = candidate.num_stages > 1 and stage + 1 == candidate.num_stages
+    return last and (candidate.schedule == "one_f_one_b" or candidate.num_microbatches == 1)
+
+
+def holds_as_one(candidate: Candidate, stage: int, strategy: Strategy) -> bool:
+    """Whether a layer holds otherwise for it; where only inputs are kept, two programs hold the same."""
+    return turns_at_once(candidate, stage) and strategy.keep != "inputs"
 
 
 def busy_factor(candidate: Candidate, slowdown: float) -> float:

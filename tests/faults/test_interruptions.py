@@ -69,6 +69,21 @@ def test_a_killed_writer_leaves_a_whole_file(tmp_path):
         assert load(path).prediction.step_time_s in (1.0, 2.0)
 
 
+def test_two_writers_of_one_file_never_mix(tmp_path):
+    path = tmp_path / "plan.json"
+    writers = [start("save", path, stdout=subprocess.PIPE) for _ in range(2)]
+    for writer in writers:
+        assert writer.stdout.readline() == b"ready\n"
+    wait_for(path.exists, writers[0])
+    for _ in range(100):
+        assert load(path).prediction.step_time_s in (1.0, 2.0)
+    for writer in writers:
+        assert writer.poll() is None, "one cannot write because of the other"
+        writer.kill()
+        writer.wait()
+        writer.stdout.close()
+
+
 def test_a_full_disk_keeps_the_old_file(tmp_path):
     path = tmp_path / "plan.json"
     writer = start("save-once", path, 1000)

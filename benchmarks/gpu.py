@@ -30,7 +30,7 @@ from uniap_jax.core.strategy import Strategy
 from uniap_jax.profiler import programs
 from uniap_jax.profiler.compiled import program_seconds
 from uniap_jax.profiler.hlo import read_program
-from uniap_jax.profiler.timing import Timing, time_program
+from uniap_jax.profiler.timing import Timing, time_in_a_row
 
 MOST = 1.02
 """What a planned step of one stage may take, over plain jit."""
@@ -104,7 +104,7 @@ def layer_times(name: str, case: Case, cluster: Cluster, device: jax.Device) -> 
         yield LayerTime(
             name=name,
             predicted_s=seconds.kernels_s + seconds.collectives_s,
-            measured=time_program(both, min_runs=5, max_runs=50),
+            measured=time_in_a_row(both, jax.block_until_ready, max_rows=50),
         )
 
 

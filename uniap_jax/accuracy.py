@@ -20,6 +20,8 @@ from uniap_jax.core.errors import ExecutionError, InfeasibleError, NoPlanInTimeE
 from uniap_jax.core.graph import LayerGraph
 from uniap_jax.core.plan import Plan
 from uniap_jax.core.strategy import enumerate_strategies
+from uniap_jax.cost_model import TableModel
+from uniap_jax.profiler.pace import Pace
 from uniap_jax.runtime import ParallelStep
 from uniap_jax.runtime.verify import verify
 
@@ -36,7 +38,7 @@ class PlanAccuracy:
         what: stages, micro-batches, schedule and the commonest strategy.
         chosen: whether the search returned it.
         predicted_s: step time.
-        measured_s: median of interleaved runs; 0 where it was only compiled.
+        measured_s: median of interleaved runs, at the pace of the profile; 0 where it was only compiled.
         spread: half the range between the quartiles of the runs over their median.
         predicted_bytes: peak per device, per stage.
         compiled_bytes: the same of the compiled programs.
@@ -76,11 +78,14 @@ class AccuracyReport:
     Attributes:
         plans: one entry each.
         source: of the predictions.
+        pace: time of a program of fixed work during the runs over its time when layers were profiled. Measured times
+            are divided by it, run by run; 1 where it is not known.
         notes: one sentence each.
     """
 
     plans: tuple[PlanAccuracy, ...]
     source: str
+    pace: float = 1.0
     notes: tuple[str, ...] = ()
 
     @property
@@ -103,7 +108,7 @@ class AccuracyReport:
                 found |= {f"{name}_mean": statistics.fmean(errors), f"{name}_worst": max(errors)}
         if self.run:
             errors = [p.time_error for p in self.run]
-            found |= {"time_mean": statistics.fmean(errors), "time_worst": max(errors)}
+            found |= {"pace": self.pace, "time_mean": statistics.fmean(errors), "time_worst": max(errors)}
             found["kendall_tau"] = kendall_tau([p.predicted_s for p in self.run], [p.measured_s for p in self.run])
         chosen = [p for p in self.run if p.chosen]
         if chosen:
@@ -206,7 +211,7 @@ def _compiled(step: ParallelStep, *, chosen: bool) -> PlanAccuracy:
 
 def accuracy(
     graph: LayerGraph,
-    costs: CostModel,
+    costs: TableModel,
     args: Sequence[Any],
     *,
     devices: Sequence[Any] | None = None,
@@ -244,16 +249,21 @@ def accuracy(
             row = replace(row, problem=str(error).splitlines()[0])
         rows.append(row)
     seconds: dict[int, list[float]] = {i: [] for i in steps}
+    pace_s = costs.profile.rates.pace_s if costs.profile else 0.0
+    pace = Pace(here) if pace_s and steps else None
+    paces = [pace() / pace_s if pace else 1.0]
     for _ in range(rounds):
         for i, step in steps.items():
             start = time.perf_counter()
             states[i] = _next(step, states[i], batch)
-            seconds[i].append(time.perf_counter() - start)
-    for i, taken in seconds.items():
-        median = statistics.median(taken)
-        low, _, high = statistics.quantiles(taken, n=4) if len(taken) > 2 else (median,) * 3
+            taken = time.perf_counter() - start
+            paces.append(pace() / pace_s if pace else 1.0)
+            seconds[i].append(taken / statistics.fmean(paces[-2:]))
+    for i, each in seconds.items():
+        median = statistics.median(each)
+        low, _, high = statistics.quantiles(each, n=4) if len(each) > 2 else (median,) * 3
         rows[i] = replace(rows[i], measured_s=median, spread=(high - low) / 2 / median)
-    return AccuracyReport(plans=tuple(rows), source=costs.source, notes=costs.notes)
+    return AccuracyReport(plans=tuple(rows), source=costs.source, pace=statistics.median(paces), notes=costs.notes)
 
 
 def _copy(leaf: Any) -> Any:

@@ -1,6 +1,6 @@
 import pytest
 
-from uniap_jax.profiler.timing import summarize, time_program
+from uniap_jax.profiler.timing import summarize, time_in_a_row, time_program
 
 
 def test_median_and_spread():
@@ -17,3 +17,18 @@ def test_runs_are_bounded_and_the_first_is_not_timed():
     assert (found.runs, len(count)) == (5, 6)
     count.clear()
     assert time_program(lambda: count.append(1), min_runs=3, max_runs=5, target_s=0.0).runs == 3
+
+
+def test_runs_in_a_row_are_two_under_way():
+    started, waited, most = [], [], 0
+
+    def start():
+        nonlocal most
+        started.append(len(started))
+        most = max(most, len(started) - len(waited))
+        return started[-1]
+
+    found = time_in_a_row(start, waited.append, length=4, min_rows=2, max_rows=3, target_s=0.0)
+    assert found.runs == 2
+    assert waited == started == list(range(9))  # one to warm up, and two rows of four
+    assert most == 2

@@ -133,6 +133,8 @@ class Rates:
         contention: (stages, slowdown): how much slower a stage of n/P devices runs when all P are busy than alone.
         overlap_slowdown: of kernels and collectives that run together, 1 (free) to 2 (taking turns); 0 where it was
             not measured.
+        pace_s: of a program of fixed work, where cores are shared: what was measured while it took longer is told as
+            if it had not; 0 where it was not measured.
     """
 
     update_bytes_per_s: float = 0.0
@@ -140,9 +142,10 @@ class Rates:
     dispatch_s: float = 0.0
     contention: tuple[tuple[int, float], ...] = ()
     overlap_slowdown: float = 0.0
+    pace_s: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("update_bytes_per_s", "update_leaf_s", "dispatch_s", "overlap_slowdown"):
+        for name in ("update_bytes_per_s", "update_leaf_s", "dispatch_s", "overlap_slowdown", "pace_s"):
             check_number(name, getattr(self, name))
         for stages, slowdown in self.contention:
             check_number(f"contention of {stages} stages", slowdown, positive=True)

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from uniap_jax.core.profile import LinkFit
 from uniap_jax.core.sharding import axis_sizes
-from uniap_jax.profiler.timing import summarize, time_program
+from uniap_jax.profiler.timing import summarize, time_in_a_row, time_program
 
 SMALL_BYTES, LARGE_BYTES = 1 << 14, 1 << 22
 OVERLAP_PRODUCTS, OVERLAP_ROUNDS, OVERLAP_LEAST = 4, 9, 0.2
@@ -192,10 +192,8 @@ def measure_contention(num_stages: int, devices: Sequence[Any]) -> float:
         with jax.set_mesh(mesh):
             programs.append((jax.jit(_chain).lower(x, w).compile(), x, w))
     first, x, w = programs[0]
-    alone = time_program(lambda: jax.block_until_ready(first(x, w)), target_s=0.1, max_runs=10).median_s
-    together = time_program(
-        lambda: jax.block_until_ready([run(x, w) for run, x, w in programs]), target_s=0.2, max_runs=10
-    ).median_s
+    alone = time_in_a_row(lambda: first(x, w), jax.block_until_ready).median_s
+    together = time_in_a_row(lambda: [run(x, w) for run, x, w in programs], jax.block_until_ready).median_s
     return max(1.0, min(together / alone, float(num_stages)))
 
 

@@ -20,9 +20,13 @@ from uniap_jax.profiler import links
 from uniap_jax.profiler.cache import Cache
 from uniap_jax.profiler.optimizer import measure_optimizer
 from uniap_jax.profiler.order import Entry
+from uniap_jax.profiler.pace import Pace
 from uniap_jax.profiler.probe import Prober
 from uniap_jax.profiler.programs import Arrays, Direction
-from uniap_jax.profiler.timing import Timing, time_program
+from uniap_jax.profiler.timing import Timing, time_in_a_row
+
+FIRST_LOOKS = 9
+"""Timings of which the median is the machine's own pace, at which all else is told."""
 
 
 def machine_facts(devices: Sequence[Any]) -> dict[str, Any]:
@@ -90,7 +94,7 @@ def _cached_fit(
 
 def _rates(devices: Sequence[Any], stages: Sequence[int], cache: Cache) -> Rates:
     shared = devices[0].platform == "cpu"  # other devices have cores of their own
-    facts = {"what": "rates", "stages": sorted(stages), "overlap": 2, **machine_facts(devices)}
+    facts = {"what": "rates", "stages": sorted(stages), "version": 3, **machine_facts(devices)}
     known = cache.get(facts)
     if known is None:
         contention = [(p, links.measure_contention(p, devices)) for p in stages if p > 1] if shared else []
@@ -99,6 +103,7 @@ def _rates(devices: Sequence[Any], stages: Sequence[int], cache: Cache) -> Rates
             dispatch_s=links.measure_dispatch(devices, max(stages)),
             contention=tuple(contention),
             overlap_slowdown=links.measure_overlap(devices),
+            pace_s=Pace(devices)(FIRST_LOOKS) if shared else 0.0,
         )
         known = msgspec.to_builtins(fit)
         cache.put(facts, known)
@@ -111,7 +116,9 @@ class Measurer(Prober):
 
     Attributes:
         devices: all of them, in order.
-        rates: of the machine: contention turns a stage alone into a stage among busy ones.
+        rates: of the machine: contention turns a stage alone into a stage among busy ones, and the pace tells times
+            of slow moments and of quick ones alike.
+        pace: of the moment; made when first asked for.
     """
 
     verb = "measured"
@@ -119,6 +126,7 @@ class Measurer(Prober):
     devices: Sequence[Any]
     rates: Rates
     arrays: Arrays | None = field(default_factory=Arrays)
+    pace: Pace | None = None
 
     def stage(self, size: int) -> Sequence[Any]:
         """The first of the devices."""
@@ -148,17 +156,28 @@ class Measurer(Prober):
         return replace(self.rates, update_bytes_per_s=known["rate"], update_leaf_s=known["leaf"])
 
     def times(self, programs: Sequence[Direction]) -> dict[str, Any]:
-        """By the clock."""
-        timings = [time_program(p) for p in programs]
+        """By the clock, and how fast the cores were before and after."""
+        before = self._pace_s()
+        timings = [time_in_a_row(p, jax.block_until_ready) for p in programs]
         return {
+            "pace": (before + self._pace_s()) / 2,
             "seconds": [t.median_s for t in timings],
             "spread": [t.spread for t in timings],
             "runs": [t.runs for t in timings],
         }
 
+    def _pace_s(self) -> float:
+        if not self.rates.pace_s:
+            return 0.0
+        if self.pace is None:
+            self.pace = Pace(self.devices)
+        return self.pace()
+
     def cost(self, entry: Entry, numbers: dict[str, Any], told: LayerCost) -> LayerCost:
-        """As measured, of a stage among busy ones."""
+        """As measured, at the machine's own pace, of a stage among busy ones."""
         fused, busy = entry.num_stages == 1, self.rates.slowdown(entry.num_stages)
+        if numbers["pace"] > 0 and self.rates.pace_s:
+            busy *= self.rates.pace_s / float(numbers["pace"])
         timings = [
             Timing(median_s=float(s) * busy, spread=float(d), runs=int(r))
             for s, d, r in zip(numbers["seconds"], numbers["spread"], numbers["runs"], strict=True)

@@ -66,7 +66,7 @@ class Prober(ABC):
             "strategy": str(entry.strategy),
             "stages": entry.num_stages,
             "microbatches": entry.num_microbatches,
-            "programs": 3,
+            "programs": 4,
             **self.surroundings(entry.strategy.num_devices),
         }
 

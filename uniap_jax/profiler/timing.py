@@ -8,6 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+ROW = 4
+"""Runs that follow each other at once, where what is wanted is the time of one among others."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
@@ -39,6 +42,43 @@ def time_program(run: Callable[[], Any], *, min_runs: int = 3, max_runs: int = 1
         start = time.perf_counter()
         run()
         seconds.append(time.perf_counter() - start)
+    return summarize(seconds)
+
+
+def time_in_a_row(
+    start: Callable[[], Any],
+    wait: Callable[[Any], Any],
+    *,
+    length: int = ROW,
+    min_rows: int = 3,
+    max_rows: int = 8,
+    target_s: float = 0.25,
+) -> Timing:
+    """Seconds of a run among others, as in a step, which hands over one program after the other.
+
+    Devices go from one run to the next without waiting for the host, and those that are done first need not wait for
+    the last. Runs once to warm up, then rows of runs until `target_s` is spent. Two runs are under way at a time, so
+    that no more results than theirs are held.
+
+    Args:
+        start: hands a run over.
+        wait: returns when the results it is given are ready.
+        length: runs of a row.
+        min_rows: however long they take.
+        max_rows: however short they are.
+        target_s: seconds to spend.
+    """
+    wait(start())
+    seconds: list[float] = []
+    while len(seconds) < min(min_rows, max_rows) or (len(seconds) < max_rows and length * sum(seconds) < target_s):
+        began = time.perf_counter()
+        before = start()
+        for _ in range(length - 1):
+            after = start()
+            wait(before)
+            before = after
+        wait(before)
+        seconds.append((time.perf_counter() - began) / length)
     return summarize(seconds)
 
 

@@ -130,6 +130,7 @@ def test_profiles_survive_the_round_trip(tmp_path):
         (["certificate", "status"], "great", "certificate.status"),
         (["prediction", "step_time_s"], -1.0, "prediction.step_time_s"),
         (["prediction", "step_time_s"], float("nan"), "prediction.step_time_s"),
+        (["certificate", "gap"], float("inf"), "certificate.gap"),
         (["prediction", "peak_bytes"], [1.0], "prediction.peak_bytes"),
         (["format"], "uniap-profile", "format"),
     ],

@@ -23,6 +23,10 @@ def entries(cache):
     return {p.name: json.loads(p.read_text()) for p in cache.glob("*.json")}
 
 
+def timed(cache):
+    return [e for e in entries(cache).values() if e["facts"]["what"] == "layer"]
+
+
 def finish(process):
     assert process.wait(timeout=240) == 0
 
@@ -38,12 +42,11 @@ def wait_for(condition, process, seconds=120):
 def test_a_killed_profiling_run_is_taken_up_where_it_stood(tmp_path):
     cache, out = tmp_path / "cache", tmp_path / "profile.json"
     killed = start("profile", cache, out)
-    wait_for(lambda: len(list(cache.glob("*.json"))) >= 3, killed)
+    wait_for(lambda: len(timed(cache)) >= 3, killed)
     killed.kill()
     killed.wait()
     assert not out.exists()
     before = entries(cache)  # every file is whole
-    assert len(before) >= 3
     both = [start("profile", cache, tmp_path / f"{i}.json") for i in range(2)]  # and two share the cache
     for process in both:
         finish(process)
@@ -75,7 +78,7 @@ def test_two_writers_of_one_file_never_mix(tmp_path):
     for writer in writers:
         assert writer.stdout.readline() == b"ready\n"
     wait_for(path.exists, writers[0])
-    for _ in range(100):
+    for _ in range(30):
         assert load(path).prediction.step_time_s in (1.0, 2.0)
     for writer in writers:
         assert writer.poll() is None, "one cannot write because of the other"

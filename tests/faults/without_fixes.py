@@ -87,7 +87,7 @@ GUARDS = (
     Guard(
         "a solver outlives the planner that was killed: it watches its parent",
         "planner/child.py",
-        "    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()\n",
+        "    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()\n",
         "",
         (f"{SOLVER}::test_the_solver_ends_with_the_process_that_asked",),
     ),
@@ -197,13 +197,13 @@ GUARDS = (
         "planner/child.py",
         "    os.dup2(null, 1)\n",
         "",
-        (f"{SOLVER}",),
+        (f"{SOLVER}::test_what_a_solver_prints_is_no_part_of_its_answer",),
     ),
     Guard(
         "rank that disagrees: texts are compared before anything runs",
         "runtime/processes.py",
-        "    if odd:\n        raise PlanMismatchError(\n            f\"{what} differs",
-        "    if odd == 0:\n        raise PlanMismatchError(\n            f\"{what} differs",
+        '    if odd:\n        raise PlanMismatchError(\n            f"{what} differs',
+        '    if odd == 0:\n        raise PlanMismatchError(\n            f"{what} differs',
         (f"{LINES}::test_process_that_differs_is_named_everywhere",),
     ),
     Guard(

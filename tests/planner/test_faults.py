@@ -70,10 +70,10 @@ def test_the_other_solver_steps_in(monkeypatch, fault, solver):
 
 def lying(solver: str, change: str) -> str:
     """A child that asks the true solver and changes its answer."""
-    real = true_child(solver)
+    *real, _ = true_child(solver)  # whose parent is the liar
     return (
-        "import json, subprocess, sys; spec = json.load(sys.stdin); "
-        f"ask = lambda s: json.loads(subprocess.run({real!r}, "
+        "import json, os, subprocess, sys; spec = json.load(sys.stdin); "
+        f"ask = lambda s: json.loads(subprocess.run([*{real!r}, str(os.getpid())], "
         f"input=json.dumps(s).encode(), stdout=-1).stdout); {change}; print(json.dumps(answer))"
     )
 
@@ -94,6 +94,7 @@ def test_a_wrong_optimum_is_found_out(monkeypatch, engine, solver):
 
 
 def test_hang_is_killed(monkeypatch):
+    began = time.monotonic()
     inject(monkeypatch, "import time; time.sleep(600)")
     monkeypatch.setattr(mip_model, "GRACE_S", 0.5)
     model = MipModel()
@@ -101,6 +102,7 @@ def test_hang_is_killed(monkeypatch):
     answer = solve_mip(model, time_limit_s=0.5)
     assert answer.status == "failed"
     assert "killed" in answer.reason
+    assert time.monotonic() - began < 20
 
 
 def test_solver_that_cannot_be_started(monkeypatch):
@@ -126,10 +128,10 @@ def test_gurobi_without_licence_is_not_asked(monkeypatch, tmp_path):
 
 def test_a_true_plan_with_a_false_price_is_not_believed(monkeypatch):
     """The solver's own child, but every bound it reports is ten times too high."""
-    real = true_child("cbc")
+    *real, _ = true_child("cbc")
     code = (
-        "import json, subprocess, sys; "
-        f"out = subprocess.run({real!r}, input=sys.stdin.buffer.read(), stdout=-1).stdout; "
+        "import json, os, subprocess, sys; "
+        f"out = subprocess.run([*{real!r}, str(os.getpid())], input=sys.stdin.buffer.read(), stdout=-1).stdout; "
         "answer = json.loads(out); answer['bound'] = 10 * (answer['bound'] or 1.0); print(json.dumps(answer))"
     )
     inject(monkeypatch, code)
@@ -145,11 +147,27 @@ def test_nothing_on_stdout(capfd):
     assert capfd.readouterr() == ("", "")
 
 
+def child_with(solve: str) -> str:
+    """A child of ours, of the process whose number it is given, whose solver is one line of code."""
+    return (
+        "import os, sys, time, types; from uniap_jax.planner import child; "
+        f"child._solver = lambda name: types.SimpleNamespace(solve=lambda spec: {solve}); "
+        "child.main('cbc', int(sys.argv[1]))"
+    )
+
+
+def test_what_a_solver_prints_is_no_part_of_its_answer():
+    noisy = child_with("[os.write(1, b'Cbc0010I'), os.write(2, b'Presolve')]")
+    done = subprocess.run([sys.executable, "-c", noisy, str(os.getpid())], input=b"{}", capture_output=True, check=True)
+    assert (done.stdout, done.stderr) == (b"[8, 8]", b"")
+
+
 def test_the_solver_ends_with_the_process_that_asked():
     ask = (
-        "import subprocess, sys; from uniap_jax.planner.mip_model import child_command; "
-        "child = subprocess.Popen(child_command('cbc'), stdin=subprocess.PIPE, start_new_session=True); "
-        "print(child.pid, flush=True); child.wait()"
+        "import os, subprocess, sys; "
+        f"child = subprocess.Popen([sys.executable, '-c', {child_with('time.sleep(600)')!r}, str(os.getpid())], "
+        "stdin=subprocess.PIPE, start_new_session=True); "
+        "child.stdin.write(b'{}'); child.stdin.close(); print(child.pid, flush=True); child.wait()"
     )
     asking = subprocess.Popen([sys.executable, "-c", ask], stdout=subprocess.PIPE)
     child = int(asking.stdout.readline())

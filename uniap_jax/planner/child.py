@@ -46,9 +46,9 @@ def _solver(name: str) -> Any:
     return module
 
 
-def main(name: str) -> None:
-    """Reads a model, solves it with `cbc.py` or `highs.py`, writes the answer."""
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+def main(name: str, parent: int) -> None:
+    """Reads a model, solves it with `cbc.py` or `highs.py`, writes the answer for `parent`, which may be gone."""
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     answer = _claim_stdout()
     try:
         result = _solver(name).solve(json.load(sys.stdin))
@@ -63,4 +63,4 @@ def main(name: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], int(sys.argv[2]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -75,7 +76,7 @@ class MipAnswer:
 
 def child_command(solver: str) -> list[str]:
     """How a solver's child is started: by path, so that neither this package nor the user's main module is imported."""
-    return [sys.executable, "-P", str(Path(__file__).with_name("child.py")), solver]
+    return [sys.executable, "-P", str(Path(__file__).with_name("child.py")), solver, str(os.getpid())]
 
 
 def solve_mip(

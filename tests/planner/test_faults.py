@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -172,8 +173,13 @@ def test_the_solver_ends_with_the_process_that_asked():
     asking = subprocess.Popen([sys.executable, "-c", ask], stdout=subprocess.PIPE)
     child = int(asking.stdout.readline())
     asking.kill()
-    asking.communicate()
+    asking.wait()
+    asking.stdout.close()
     deadline = time.monotonic() + 20
-    while Path(f"/proc/{child}").exists() and "(zombie)" not in Path(f"/proc/{child}/status").read_text():
-        assert time.monotonic() < deadline, "the solver goes on without anyone to answer"
-        time.sleep(0.1)
+    try:
+        while Path(f"/proc/{child}").exists() and "(zombie)" not in Path(f"/proc/{child}/status").read_text():
+            assert time.monotonic() < deadline, "the solver goes on without anyone to answer"
+            time.sleep(0.1)
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)

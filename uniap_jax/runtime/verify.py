@@ -262,16 +262,21 @@ def _warnings(step: ParallelStep) -> tuple[str, ...]:
     """What the compiler says about reshardings that replicate an array, one line each."""
     run = step.executor
     fresh = isinstance(run, SingleStage | Pipeline | UniformProgram) and not run.is_built
-    with _standard_error() as lines:
+    with standard_error() as lines:
         for program in step.programs:  # compiled here where the step is fresh
             if not fresh:
                 program.lowered.compile()
+    return full_copies(lines)
+
+
+def full_copies(lines: Iterable[str]) -> tuple[str, ...]:
+    """Those of the compiler's lines that tell of a full copy, each once."""
     return tuple(dict.fromkeys(line for line in lines if FULL_COPY in line))
 
 
 @contextmanager
-def _standard_error() -> Iterator[list[str]]:
-    """Lines that the process's native code writes to standard error, then given back to it."""
+def standard_error() -> Iterator[list[str]]:
+    """Lines that native code writes to standard error, known at the end; all but those of full copies are passed on."""
     lines: list[str] = []
     sys.stderr.flush()
     saved = os.dup(2)

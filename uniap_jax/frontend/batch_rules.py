@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from uniap_jax.core.sources import source_line
@@ -17,7 +18,8 @@ class Kind:
 
     Attributes:
         name: "const" (not at all), "count" (a number of examples), "rows" (example by example along `dim`),
-            "scaled_rows" (rows over a count), "sum", "mean" (over examples), or "mixed".
+            "scaled_rows" (rows over a count), "sum", "mean" (over examples), "whole" (made of the whole batch without
+            parameters, whatever else became of examples on the way: a constant to a micro-batch), or "mixed".
         dim: the batch dimension of rows.
         position: whether rows number the examples (an iota along the batch): good for looking up each its own alone,
             for a micro-batch counts from 0 again.
@@ -32,7 +34,7 @@ class Kind:
     known: bool = True
 
 
-CONST, COUNT, SUM, MEAN = Kind("const"), Kind("count"), Kind("sum"), Kind("mean")
+CONST, COUNT, SUM, MEAN, WHOLE = Kind("const"), Kind("count"), Kind("sum"), Kind("mean"), Kind("whole")
 LINEAR = ("sum", "mean")
 
 ELEMENTWISE_LINEAR = frozenset(
@@ -129,6 +131,21 @@ def elementwise(eqn: Any) -> bool:
         or (len(v.aval.shape) == len(shape) and all(a in (b, 1) for a, b in zip(v.aval.shape, shape, strict=True)))
         for v in eqn.invars
     )
+
+
+def added_to_sum(eqn: Any, operands: Sequence[Kind]) -> list[int]:
+    """Operands that are put to a sum over examples and are none: a term that is added, the other case of a choice.
+
+    A sum over examples is that of the micro-batches once each of them has its share of the others.
+    """
+    name, kinds = eqn.primitive.name, [k.name for k in operands]
+    terms = {"add": 0, "sub": 0, "add_any": 0, "select_n": 1}.get(name)
+    floating = jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact)
+    if terms is None or not floating or not set(kinds[:terms]) <= {"const", "whole"}:
+        return []
+    others = [j for j in range(terms, len(kinds)) if kinds[j] != "sum"]
+    fits = len(others) < len(kinds) - terms and all(kinds[j] in ("const", "whole", "mean") for j in others)
+    return others if fits else []
 
 
 def numbers_examples(eqn: Any, operands: Sequence[Kind]) -> bool:

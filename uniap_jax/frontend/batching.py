@@ -3,12 +3,13 @@
 Two traces of the same step at batch B and 2B have the same equations; a dimension that doubles is a batch dimension,
 a constant that doubles counts examples. Following each equation once tells whether the whole batch's value is the
 mean, the sum or the concatenation of its micro-batches' values, or whether rows mix (batch normalisation, contrastive
-losses, a ratio of sums), in which case the batch must not be split.
+losses, a ratio of sums), in which case the batch must not be split. Where no parameter enters, they may mix: what comes
+of it is made ahead, from the whole batch (`frontend.ahead`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +18,7 @@ import numpy as np
 from uniap_jax.core.jax_compat import Literal, Var
 from uniap_jax.core.jaxprs import flatten, inner_jaxprs, open_jaxpr, scan_counts
 from uniap_jax.core.literals import equal_values
+from uniap_jax.frontend.ahead import Ahead, read_ahead
 from uniap_jax.frontend.batch_rules import (
     ALONG,
     BODIES,
@@ -30,12 +32,16 @@ from uniap_jax.frontend.batch_rules import (
     RULES,
     SHAPE_ONLY,
     SUM,
+    WHOLE,
     Kind,
+    added_to_sum,
     elementwise,
     mixed,
     numbers_examples,
     rows,
 )
+from uniap_jax.frontend.cut import dependent
+from uniap_jax.frontend.split import LossTape
 
 FACTOR = 2
 
@@ -55,26 +61,52 @@ def grown_dims(small: Any, large: Any) -> tuple[int, ...]:
     return tuple(d for d, (a, b) in enumerate(zip(small.shape, large.shape, strict=True)) if a != b)
 
 
-def classify(small: Any, large: Any, batch: Sequence[Var]) -> dict[Var, Kind]:
-    """Kind of every variable of the first of two aligned loss tapes, whose rows of examples are `batch`.
+def classify(small: LossTape, large: LossTape) -> tuple[dict[Var, Kind], Ahead]:
+    """Kind of every variable of the first of two aligned losses, and what is to be changed for micro-batches.
 
     Raises:
         Misaligned: the step does something else at another batch size.
     """
-    kinds: dict[Var, Kind] = {v: Kind("rows", 0) for v in batch}
-    _walk(small.eqns, large.eqns, kinds)
-    return kinds
+    kinds: dict[Var, Kind] = {v: Kind("rows", 0) for v in small.batch}
+    bound, shares = dependent(small), list[tuple[int, int]]()
+    for i, (a, b, operands) in enumerate(_aligned(small.eqns, large.eqns, kinds)):
+        outs = _outputs(a, b, [CONST if k == WHOLE else k for k in operands])
+        if not bound & set(a.outvars):
+            outs = _without_parameters(a, b, operands, outs)
+        elif more := added_to_sum(a, operands):
+            outs, shares = [SUM], [*shares, *((i, j) for j in more)]
+        _tell(kinds, a, outs)
+    return kinds, Ahead(values=read_ahead(small, kinds), shares=tuple(shares))
+
+
+def _without_parameters(a: Any, b: Any, operands: list[Kind], outs: list[Kind]) -> list[Kind]:
+    """What no parameter enters, and what does not grow with the batch, is the whole batch's if examples enter."""
+    met = ("sum", "mean", "mixed", *(["const"] if WHOLE in operands else []))
+    return [
+        WHOLE if kind.name in met and not grown_dims(x.aval, y.aval) else kind
+        for kind, x, y in zip(outs, a.outvars, b.outvars, strict=True)
+    ]
 
 
 def _walk(small: Sequence[Any], large: Sequence[Any], kinds: dict[Var, Kind]) -> None:
+    for a, b, operands in _aligned(small, large, kinds):
+        _tell(kinds, a, _outputs(a, b, operands))
+
+
+def _tell(kinds: dict[Var, Kind], eqn: Any, outs: Sequence[Kind]) -> None:
+    kinds.update((v, k) for v, k in zip(eqn.outvars, outs, strict=True) if k is not CONST)
+
+
+def _aligned(
+    small: Sequence[Any], large: Sequence[Any], kinds: dict[Var, Kind]
+) -> Iterator[tuple[Any, Any, list[Kind]]]:
+    """Equations of both traces with the kinds of their operands, as `kinds` is filled."""
     if len(small) != len(large):
         raise Misaligned(f"{len(small)} equations at one batch size, {len(large)} at another")
     for a, b in zip(small, large, strict=True):
         if a.primitive is not b.primitive or len(a.invars) != len(b.invars):
             raise Misaligned(f"`{a.primitive.name}` at one batch size is `{b.primitive.name}` at another")
-        operands = [_atom_kind(x, y, kinds) for x, y in zip(a.invars, b.invars, strict=True)]
-        outs = _outputs(a, b, operands)
-        kinds.update((v, k) for v, k in zip(a.outvars, outs, strict=True) if k is not CONST)
+        yield a, b, [_atom_kind(x, y, kinds) for x, y in zip(a.invars, b.invars, strict=True)]
 
 
 def _atom_kind(small: Any, large: Any, kinds: dict[Var, Kind]) -> Kind:
@@ -155,6 +187,8 @@ def _of_reduced(eqn: Any, operands: list[Kind]) -> Kind:
             return MEAN if "mean" in names else SUM
         return mixed(eqn, "a sum over examples meets something that is not one")
     if name in ("mul", "dot_general") and set(names) in ({"sum", "const"}, {"mean", "const"}):
+        return _same(eqn, names)
+    if name == "select_n" and names[0] == "const" and set(names[1:]) in ({"sum"}, {"mean"}, {"mean", "const"}):
         return _same(eqn, names)
     if name == "div" and names[1] == "const":
         return _same(eqn, names)

@@ -68,10 +68,47 @@ SPLITTABLE = {
         "mean",
     ),
     "dot with itself": (lambda w, b: jnp.vdot(logits(w, b), logits(w, b)), "sum"),
+    "mean over a mask": (lambda w, b: (cross_entropy(w, b) * b["mask"]).sum() / b["mask"].sum(), "sum"),
+    "mean over a mask, or a one": (
+        lambda w, b: jnp.sum(cross_entropy(w, b) * b["mask"]) / jnp.maximum(b["mask"].sum(), 1),
+        "sum",
+    ),
+    "mean where": (lambda w, b: jnp.mean(cross_entropy(w, b), where=b["mask"] > 0), "sum"),
+    "average": (lambda w, b: jnp.average(cross_entropy(w, b), weights=b["mask"]), "sum"),
+    "ratio of means": (lambda w, b: (cross_entropy(w, b) * b["mask"]).mean() / b["mask"].mean(), "mean"),
+    "weights of mean one": (lambda w, b: (cross_entropy(w, b) * b["mask"] / b["mask"].mean()).mean(), "mean"),
+    "mean over a mask, or nothing": (
+        lambda w, b: jnp.where(b["mask"].sum() > 0, (cross_entropy(w, b) * b["mask"]).sum() / b["mask"].sum(), 0.0),
+        "sum",
+    ),
+    "mean over a mask, regularised": (
+        lambda w, b: (
+            (cross_entropy(w, b) * b["mask"]).sum() / b["mask"].sum()
+            - 0.1 * (w**2).sum()
+            + 0.3 * (logits(w, b) ** 2).mean()
+        ),
+        "sum",
+    ),
+    "sum, regularised": (lambda w, b: 0.1 * (w**2).sum() - cross_entropy(w, b).sum(), "sum"),
+    "standardised inputs": (
+        lambda w, b: (((b["x"] - b["x"].mean(0)) / b["x"].std(0)) @ w - b["x"].max()).mean(),
+        "mean",
+    ),
+    "weights of classes": (
+        lambda w, b: (cross_entropy(w, b) / jnp.bincount(b["label"], length=3)[b["label"]]).sum(),
+        "sum",
+    ),
 }
 
 MIXING = {
-    "ratio of sums": (lambda w, b: (cross_entropy(w, b) * b["mask"]).sum() / b["mask"].sum(), "ratio"),
+    "ratio of sums": (
+        lambda w, b: (cross_entropy(w, b) * logits(w, b).max(1)).sum() / logits(w, b).max(1).sum(),
+        "ratio",
+    ),
+    "checkpointed ratio": (
+        jax.checkpoint(lambda w, b: (cross_entropy(w, b) * b["mask"]).sum() / b["mask"].sum()),
+        "ratio",
+    ),
     "contrastive": (lambda w, b: jax.nn.logsumexp(logits(w, b) @ logits(w, b).T, axis=1).mean(), "every example"),
     "normalised": (lambda w, b: ((logits(w, b) - logits(w, b).mean(0)) ** 2).mean(), "whole batch"),
     "cumulative": (lambda w, b: jnp.cumsum(logits(w, b), axis=0).mean(), "along the batch"),
@@ -95,12 +132,15 @@ def test_losses_that_may_be_split(name):
     graph = traced(loss)
     assert graph.split_reason == ""
     assert graph.reductions == (kind,)
-    whole, pieces = loss(W, BATCH), []
+    pieces = []
     for i in range(4):
         piece = jax.tree.map(lambda x, i=i: x[2 * i : 2 * i + 2], BATCH)
-        pieces.append(reference_gradients(graph.microbatch(4))(W, *jax.tree.leaves(piece))[0])
-    together = np.mean(pieces) if kind == "mean" else np.sum(pieces)
-    np.testing.assert_allclose(together, whole, rtol=1e-5)
+        ours = reference_gradients(graph.microbatch(4), index=i, whole=jax.tree.leaves(BATCH))
+        pieces.append(ours(W, *jax.tree.leaves(piece)))
+    together = [sum(parts) / (4 if kind == "mean" else 1) for parts in zip(*((v, *g) for v, g in pieces), strict=True)]
+    whole, grad = jax.value_and_grad(loss)(W, BATCH)
+    np.testing.assert_allclose(together[0], whole, rtol=1e-5)
+    np.testing.assert_allclose(together[1], grad, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", MIXING)

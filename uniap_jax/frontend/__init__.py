@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from uniap_jax.core.errors import TraceError
 from uniap_jax.core.graph import LayerGraph, Operand, Step, Value
 from uniap_jax.core.jax_compat import Literal, Var, no_mesh, shape_of
-from uniap_jax.frontend.ahead import Ahead, taken_ahead, with_ahead
+from uniap_jax.frontend.ahead import Ahead, cut_rows, taken_ahead, with_ahead
 from uniap_jax.frontend.arguments import Arguments
 from uniap_jax.frontend.batch_rules import CONST, Kind
 from uniap_jax.frontend.batching import FACTOR, Misaligned, classify, grown_dims
@@ -29,7 +29,7 @@ from uniap_jax.frontend.unfold import Unfolded, part_names, row_step, unfold, un
 
 __all__ = ["AxisRules", "mark_layer", "trace"]
 
-REDUCTIONS = {"mean": "mean", "sum": "sum", "rows": "concat", "const": "same", "whole": "same"}
+REDUCTIONS = {"mean": "mean", "sum": "sum", "rows": "concat", "const": "same"}
 
 
 def trace(
@@ -89,12 +89,6 @@ def _split(captured: Captured) -> SplitStep:
     """The parts of a step, what its loss makes of parameters beside the readers."""
     parts = split_step(captured)
     return replace(parts, loss=placed(parts.loss))
-
-
-def _drawn_ahead(loss: LossTape, large: LossTape) -> tuple[int, ...]:
-    """Shape of the first state operand that grows with the batch, () where none does."""
-    pairs = ((shape_of(a).shape, shape_of(b).shape) for a, b in zip(loss.state, large.state, strict=False))
-    return next((tuple(a) for a, b in pairs if a != b), ())
 
 
 def _first_line(error: BaseException) -> str:
@@ -177,12 +171,6 @@ class _Tracer:
                 dims[x] = grown[0] if grown else None
         results = [CONST if isinstance(a, Literal) else kinds.get(a, CONST) for a in loss.results]
         cause, reason = _split_reason(loss, results)
-        if not reason and (shape := _drawn_ahead(loss, large)):
-            cause, reason = (
-                "unknown",
-                f"the step makes an array of the batch's size, {shape}, outside of the function that it differentiates "
-                "and without reading the batch (noise, time steps); make it inside that function",
-            )
         reductions = tuple(REDUCTIONS.get(kind.name, "same") for kind in results)
         return _Batching(ahead=ahead, reductions=reductions, dims=dims, cause=cause, reason=reason)
 
@@ -325,8 +313,9 @@ class _Tracer:
                 num_microbatches=count,
                 reason=str(error),
             ) from error
-        order, starts = self._moved(loss.eqns, eqns)
-        cut = build_layers(replace(loss, eqns=tuple(eqns)), order, starts, self.index, params=self._param_names())
+        before, loss = loss.eqns, cut_rows(replace(loss, eqns=tuple(eqns)), self.whole.loss, self.index)
+        order, starts = self._moved(before, loss.eqns)
+        cut = build_layers(loss, order, starts, self.index, params=self._param_names())
         return replace(
             whole,
             layers=tuple(

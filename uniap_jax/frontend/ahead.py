@@ -1,8 +1,8 @@
 """Values of the whole batch that no parameter enters: made once per step, ahead of the micro-batches.
 
-How many tokens a mask leaves, or the mean of the inputs, is not to be had from a micro-batch. `before` makes such a
-value from the whole batch, and every micro-batch reads it as it reads the state. A mean over what a mask leaves is
-then a plain sum over examples, over a number.
+How many tokens a mask leaves, the mean of the inputs, the number of an example: a micro-batch cannot tell. `before`
+makes such a value from the whole batch, and every micro-batch reads it as it reads the state; of one that is as long as
+the batch it takes its rows. A mean over what a mask leaves is then a plain sum over examples, over a number.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from uniap_jax.core.jax_compat import ClosedJaxpr, Literal, Var, fresh_like, shape_of
 from uniap_jax.core.jaxprs import close, inline_into, live_eqns, open_jaxpr, variables
-from uniap_jax.frontend.batch_rules import WHOLE, Kind
+from uniap_jax.frontend.batch_rules import Kind
 from uniap_jax.frontend.split import LossTape
 
 Place = tuple[int, int]
@@ -27,16 +28,18 @@ class Ahead:
     """What is changed in a loss so that it can run on micro-batches; places in its equations.
 
     Attributes:
-        values: outputs that are the whole batch's and that the rest of the loss reads.
+        values: outputs that are made ahead and that the rest of the loss reads.
+        numbers: operands that number the examples, and are more than an index to each its own.
         shares: operands that are added to a sum over examples and are none: a micro-batch adds its share of them.
     """
 
     values: tuple[Place, ...] = ()
+    numbers: tuple[Place, ...] = ()
     shares: tuple[Place, ...] = ()
 
 
 def read_ahead(loss: LossTape, kinds: Mapping[Var, Kind]) -> tuple[Place, ...]:
-    """Values of the whole batch that the results, or what is made of examples or parameters, read."""
+    """Values made ahead that the results, or what is made of examples or parameters, read."""
     made = {v: (i, j) for i, e in enumerate(loss.eqns) for j, v in enumerate(e.outvars)}
     found, seen, pending = set[Place](), set[Var](), variables(loss.results)
     while pending:
@@ -44,7 +47,7 @@ def read_ahead(loss: LossTape, kinds: Mapping[Var, Kind]) -> tuple[Place, ...]:
         if v in seen or v not in made:
             continue
         seen.add(v)
-        if kinds.get(v) == WHOLE:
+        if v in kinds and kinds[v].whole:
             found.add(made[v])
         else:
             pending += variables(loss.eqns[made[v][0]].invars)
@@ -52,30 +55,60 @@ def read_ahead(loss: LossTape, kinds: Mapping[Var, Kind]) -> tuple[Place, ...]:
 
 
 def taken_ahead(loss: LossTape, ahead: Ahead, pieces: int) -> LossTape:
-    """The loss of one of `pieces` micro-batches, with the values of the whole batch among its state."""
+    """The loss of one of `pieces` micro-batches, with what is made ahead among its state."""
     if ahead == Ahead():
         return loss
-    whole = {v: fresh_like(v) for v in _values(loss, ahead)}
+    values, numbers = _read(loss, ahead)
+    whole, numbered = ({v: fresh_like(v) for v in group} for group in (values, numbers))
     eqns: list[Any] = []
     for i, eqn in enumerate(loss.eqns):
-        operands = [_named(a, whole) for a in eqn.invars]
+        names = [numbered if (i, j) in ahead.numbers else whole for j in range(len(eqn.invars))]
+        operands = [_named(a, n) for a, n in zip(eqn.invars, names, strict=True)]
         for j in (j for at, j in ahead.shares if at == i):
             (operands[j],) = inline_into(_share(operands[j], pieces), [operands[j]], eqns, {}, eqn.source_info)
         eqns.append(eqn.replace(invars=operands))
     results = tuple(_named(a, whole) for a in loss.results)
     kept, _ = live_eqns(eqns, results)
-    return replace(loss, state=(*loss.state, *whole.values()), eqns=tuple(kept), results=results)
+    state = (*loss.state, *whole.values(), *numbered.values())
+    return replace(loss, state=state, eqns=tuple(kept), results=results)
+
+
+def cut_rows(loss: LossTape, whole: LossTape, index: Var) -> LossTape:
+    """The loss of a micro-batch that takes its rows of what `before` made for the whole batch.
+
+    Args:
+        loss: of a micro-batch, after `taken_ahead`.
+        whole: of the whole batch, likewise.
+        index: scalar int32 variable, which micro-batch.
+    """
+    state, eqns = list(loss.state), list[Any]()
+    for i, (here, full) in enumerate(zip(loss.state, whole.state, strict=True)):
+        if shape_of(here).shape != shape_of(full).shape:
+            state[i] = fresh_like(full)
+            inline_into(_rows(here, full), [state[i], index], eqns, {})
+            eqns[-1] = eqns[-1].replace(outvars=[here])
+    return replace(loss, state=tuple(state), eqns=(*eqns, *loss.eqns))
+
+
+def _rows(here: Var, full: Var) -> ClosedJaxpr:
+    (dim,) = (d for d, n in enumerate(shape_of(full).shape) if n != shape_of(here).shape[d])
+    rows = shape_of(here).shape[dim]
+
+    def run(array: Any, index: Any) -> Any:
+        return jax.lax.dynamic_slice_in_dim(array, index * rows, rows, dim)
+
+    return jax.make_jaxpr(run)(shape_of(full), jax.ShapeDtypeStruct((), jnp.int32))
 
 
 def with_ahead(before: ClosedJaxpr, loss: LossTape, ahead: Ahead) -> ClosedJaxpr:
-    """`before` on the leaves of state and batch, its outputs followed by the values of the whole batch.
+    """`before` on the leaves of state and batch, its outputs followed by what is made ahead.
 
     Args:
         before: `(*state leaves) -> (*params, *loss.state)`.
         loss: of the whole batch, as it was.
         ahead: what is taken out of it.
     """
-    values = _values(loss, ahead)
+    values = [v for group in _read(loss, ahead) for v in group]
     cone = close([*loss.state, *loss.batch], values, live_eqns(loss.eqns, values)[0])
     leaves = [shape_of(v) for v in open_jaxpr(before).invars]
 
@@ -87,8 +120,10 @@ def with_ahead(before: ClosedJaxpr, loss: LossTape, ahead: Ahead) -> ClosedJaxpr
     return jax.make_jaxpr(run)(*leaves, *map(shape_of, loss.batch))
 
 
-def _values(loss: LossTape, ahead: Ahead) -> list[Var]:
-    return [loss.eqns[i].outvars[j] for i, j in ahead.values]
+def _read(loss: LossTape, ahead: Ahead) -> tuple[list[Var], list[Var]]:
+    """Variables that are made ahead: those that all read so, and numbers of examples that some do."""
+    numbers = dict.fromkeys(loss.eqns[i].invars[j] for i, j in ahead.numbers)
+    return [loss.eqns[i].outvars[j] for i, j in ahead.values], list(numbers)
 
 
 def _named(atom: Any, names: Mapping[Var, Var]) -> Any:

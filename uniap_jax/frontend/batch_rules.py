@@ -18,9 +18,10 @@ class Kind:
 
     Attributes:
         name: "const" (not at all), "count" (a number of examples), "rows" (example by example along `dim`),
-            "scaled_rows" (rows over a count), "sum", "mean" (over examples), "whole" (made of the whole batch without
-            parameters, whatever else became of examples on the way: a constant to a micro-batch), or "mixed".
+            "scaled_rows" (rows over a count), "sum", "mean" (over examples), or "mixed".
         dim: the batch dimension of rows.
+        whole: whether it is made ahead, of the whole batch, whatever became of the examples on the way: a micro-batch
+            takes it as it is ("const") or its rows of it.
         position: whether rows number the examples (an iota along the batch): good for looking up each its own alone,
             for a micro-batch counts from 0 again.
         reason: for "mixed", which operation mixed the rows, and where.
@@ -30,11 +31,12 @@ class Kind:
     name: str
     dim: int = 0
     position: bool = False
+    whole: bool = False
     reason: str = ""
     known: bool = True
 
 
-CONST, COUNT, SUM, MEAN, WHOLE = Kind("const"), Kind("count"), Kind("sum"), Kind("mean"), Kind("whole")
+CONST, COUNT, SUM, MEAN = Kind("const"), Kind("count"), Kind("sum"), Kind("mean")
 LINEAR = ("sum", "mean")
 
 ELEMENTWISE_LINEAR = frozenset(
@@ -141,10 +143,10 @@ def added_to_sum(eqn: Any, operands: Sequence[Kind]) -> list[int]:
     name, kinds = eqn.primitive.name, [k.name for k in operands]
     terms = {"add": 0, "sub": 0, "add_any": 0, "select_n": 1}.get(name)
     floating = jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact)
-    if terms is None or not floating or not set(kinds[:terms]) <= {"const", "whole"}:
+    if terms is None or not floating or not set(kinds[:terms]) <= {"const"}:
         return []
     others = [j for j in range(terms, len(kinds)) if kinds[j] != "sum"]
-    fits = len(others) < len(kinds) - terms and all(kinds[j] in ("const", "whole", "mean") for j in others)
+    fits = len(others) < len(kinds) - terms and all(kinds[j] in ("const", "mean") for j in others)
     return others if fits else []
 
 

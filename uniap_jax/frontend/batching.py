@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from uniap_jax.core.jax_compat import Literal, Var
+from uniap_jax.core.jax_compat import Literal, Var, shape_of
 from uniap_jax.core.jaxprs import flatten, inner_jaxprs, open_jaxpr, scan_counts
 from uniap_jax.core.literals import equal_values
-from uniap_jax.frontend.ahead import Ahead, read_ahead
+from uniap_jax.frontend.ahead import Ahead, Place, read_ahead
 from uniap_jax.frontend.batch_rules import (
     ALONG,
     BODIES,
@@ -32,7 +32,6 @@ from uniap_jax.frontend.batch_rules import (
     RULES,
     SHAPE_ONLY,
     SUM,
-    WHOLE,
     Kind,
     added_to_sum,
     elementwise,
@@ -68,24 +67,52 @@ def classify(small: LossTape, large: LossTape) -> tuple[dict[Var, Kind], Ahead]:
         Misaligned: the step does something else at another batch size.
     """
     kinds: dict[Var, Kind] = {v: Kind("rows", 0) for v in small.batch}
-    bound, shares = dependent(small), list[tuple[int, int]]()
+    if len(small.state) != len(large.state):
+        raise Misaligned("the loss reads other arrays of the step at another batch size")
+    kinds |= {a: k for a, b in zip(small.state, large.state, strict=True) if (k := _handed(a, b)) is not CONST}
+    bound, shares, numbers = dependent(small), list[Place](), list[Place]()
     for i, (a, b, operands) in enumerate(_aligned(small.eqns, large.eqns, kinds)):
-        outs = _outputs(a, b, [CONST if k == WHOLE else k for k in operands])
         if not bound & set(a.outvars):
-            outs = _without_parameters(a, b, operands, outs)
+            outs = _without_parameters(a, b, operands)
         elif more := added_to_sum(a, operands):
             outs, shares = [SUM], [*shares, *((i, j) for j in more)]
+        else:
+            if numbers_examples(a, operands):
+                numbers += [(i, j) for j, k in enumerate(operands) if k.position]
+                operands = [replace(k, position=False) for k in operands]
+            outs = _outputs(a, b, operands)
         _tell(kinds, a, outs)
-    return kinds, Ahead(values=read_ahead(small, kinds), shares=tuple(shares))
+    return kinds, Ahead(values=read_ahead(small, kinds), numbers=tuple(numbers), shares=tuple(shares))
 
 
-def _without_parameters(a: Any, b: Any, operands: list[Kind], outs: list[Kind]) -> list[Kind]:
-    """What no parameter enters, and what does not grow with the batch, is the whole batch's if examples enter."""
-    met = ("sum", "mean", "mixed", *(["const"] if WHOLE in operands else []))
-    return [
-        WHOLE if kind.name in met and not grown_dims(x.aval, y.aval) else kind
-        for kind, x, y in zip(outs, a.outvars, b.outvars, strict=True)
-    ]
+def _handed(small: Var, large: Var) -> Kind:
+    """What the loss reads of what the step made before: rows where it is as long as the batch."""
+    along = _rows_along(small, large)
+    if along is None and grown_dims(small.aval, large.aval):
+        why = f"the step makes an array {small.aval.str_short()} over pairs of examples outside of the loss"
+        return Kind("mixed", reason=why, known=False)
+    return CONST if along is None else Kind("rows", along)
+
+
+def _rows_along(small: Var, large: Var) -> int | None:
+    """The one dimension that grew with the batch, None where there is none or several."""
+    grown = grown_dims(small.aval, large.aval)
+    doubled = [d for d in grown if shape_of(large).shape[d] == FACTOR * shape_of(small).shape[d]]
+    return doubled[0] if len(grown) == len(doubled) == 1 else None
+
+
+def _without_parameters(a: Any, b: Any, operands: list[Kind]) -> list[Kind]:
+    """Kinds of what no parameter enters: where examples meet in it, it can be made ahead."""
+
+    def ahead(kind: Kind, x: Var, y: Var) -> Kind:
+        along = _rows_along(x, y)
+        if along is not None:
+            return Kind("rows", along, whole=True) if kind.name == "mixed" else kind
+        met = kind.name in (*LINEAR, "mixed") or (kind.name == "const" and any(k.whole for k in operands))
+        return Kind("const", whole=True) if met and not grown_dims(x.aval, y.aval) else kind
+
+    outs = _outputs(a, b, operands)
+    return [ahead(*each) for each in zip(outs, a.outvars, b.outvars, strict=True)]
 
 
 def _walk(small: Sequence[Any], large: Sequence[Any], kinds: dict[Var, Kind]) -> None:

@@ -3,8 +3,8 @@
 Two traces of the same step at batch B and 2B have the same equations; a dimension that doubles is a batch dimension,
 a constant that doubles counts examples. Following each equation once tells whether the whole batch's value is the
 mean, the sum or the concatenation of its micro-batches' values, or whether rows mix (batch normalisation, contrastive
-losses, a ratio of sums), in which case the batch must not be split. Where no parameter enters, they may mix: what comes
-of it is made ahead, from the whole batch (`frontend.ahead`).
+losses, a ratio of sums), in which case the batch must not be split. Where no parameter enters, they may: what comes of
+it is made ahead, from the whole batch (`frontend.ahead`).
 """
 
 from __future__ import annotations

@@ -114,8 +114,13 @@ def gpt(
     return state, step, {"x": text[:, :-1], "y": text[:, 1:], **masked}
 
 
-def residual(*, aux: bool, dtype: Any = jnp.float32, bad: bool = False, rows: int = 8) -> tuple[Any, Any, Any]:
-    """Residual layers over a value from before them (relay), a bias they share, and a loss term of each (extra)."""
+def residual(
+    *, aux: bool, dtype: Any = jnp.float32, bad: bool = False, rows: int = 8, masked: bool = False
+) -> tuple[Any, Any, Any]:
+    """Residual layers over a value from before them (relay), a bias they share, and a loss term of each (extra).
+
+    Masked, the loss is the mean over those examples whose first input is positive.
+    """
     rng, width = np.random.default_rng(0), 16
 
     def weight(*shape: int) -> jax.Array:
@@ -146,7 +151,8 @@ def residual(*, aux: bool, dtype: Any = jnp.float32, bad: bool = False, rows: in
                 if bad:
                     x = x / jnp.linalg.norm(x, axis=-1, keepdims=True)
                 x = x + (jax.nn.relu(h) @ layer["down"]) * gate + params["bias"]
-            error = jnp.mean(((x @ params["out"]).astype(jnp.float32) - batch["y"]) ** 2)
+            errors = ((x @ params["out"]).astype(jnp.float32) - batch["y"]) ** 2
+            error = jnp.mean(errors, where=batch["x"][:, :1] > 0) if masked else jnp.mean(errors)
             return (error + 0.01 * sum(terms), terms) if aux else (error, [])
 
         (value, terms), grads = jax.value_and_grad(loss, has_aux=True)(params)

@@ -94,6 +94,11 @@ SPLITTABLE = {
         lambda w, b: (((b["x"] - b["x"].mean(0)) / b["x"].std(0)) @ w - b["x"].max()).mean(),
         "mean",
     ),
+    "times one over the count": (lambda w, b: cross_entropy(w, b).sum() * (1.0 / b["x"].shape[0]), "sum"),
+    "over a root": (
+        lambda w, b: (cross_entropy(w, b) * b["x"].shape[0] ** -0.5).mean() + (w**2).sum() / b["x"].shape[0],
+        "mean",
+    ),
     "weights of classes": (
         lambda w, b: (cross_entropy(w, b) / jnp.bincount(b["label"], length=3)[b["label"]]).sum(),
         "sum",

@@ -150,7 +150,7 @@ class _Tracer:
         ahead = self.batching.ahead
         return replace(
             parts,
-            loss=taken_ahead(parts.loss, ahead, 1),
+            loss=taken_ahead(parts.loss, ahead, parts.loss, 1),
             before=with_ahead(parts.before, parts.loss, ahead),
         )
 
@@ -303,7 +303,7 @@ class _Tracer:
                 num_microbatches=count,
                 examples=size // count,
             )
-        loss = taken_ahead(loss, self.batching.ahead, count)
+        loss = taken_ahead(loss, self.batching.ahead, self.loss, count)
         try:
             eqns = slice_random_bits(loss.eqns, self.whole.loss.eqns, self.index)
         except CannotSlice as error:

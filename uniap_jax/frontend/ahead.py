@@ -30,11 +30,13 @@ class Ahead:
     Attributes:
         values: outputs that are made ahead and that the rest of the loss reads.
         numbers: operands that number the examples, and are more than an index to each its own.
+        literals: numbers that depend on the batch size (one over it): they stay the whole batch's.
         shares: operands that are added to a sum over examples and are none: a micro-batch adds its share of them.
     """
 
     values: tuple[Place, ...] = ()
     numbers: tuple[Place, ...] = ()
+    literals: tuple[Place, ...] = ()
     shares: tuple[Place, ...] = ()
 
 
@@ -54,22 +56,31 @@ def read_ahead(loss: LossTape, kinds: Mapping[Var, Kind]) -> tuple[Place, ...]:
     return tuple(sorted(found))
 
 
-def taken_ahead(loss: LossTape, ahead: Ahead, pieces: int) -> LossTape:
-    """The loss of one of `pieces` micro-batches, with what is made ahead among its state."""
+def taken_ahead(loss: LossTape, ahead: Ahead, whole: LossTape, pieces: int) -> LossTape:
+    """The loss of one of `pieces` micro-batches, with what is made ahead among its state.
+
+    Args:
+        loss: of a micro-batch.
+        ahead: what to change.
+        whole: the loss of the whole batch, as it was.
+        pieces: number of micro-batches.
+    """
     if ahead == Ahead():
         return loss
     values, numbers = _read(loss, ahead)
-    whole, numbered = ({v: fresh_like(v) for v in group} for group in (values, numbers))
+    named, numbered = ({v: fresh_like(v) for v in group} for group in (values, numbers))
     eqns: list[Any] = []
     for i, eqn in enumerate(loss.eqns):
-        names = [numbered if (i, j) in ahead.numbers else whole for j in range(len(eqn.invars))]
+        names = [numbered if (i, j) in ahead.numbers else named for j in range(len(eqn.invars))]
         operands = [_named(a, n) for a, n in zip(eqn.invars, names, strict=True)]
+        for j in (j for at, j in ahead.literals if at == i):
+            operands[j] = whole.eqns[i].invars[j]
         for j in (j for at, j in ahead.shares if at == i):
             (operands[j],) = inline_into(_share(operands[j], pieces), [operands[j]], eqns, {}, eqn.source_info)
         eqns.append(eqn.replace(invars=operands))
-    results = tuple(_named(a, whole) for a in loss.results)
+    results = tuple(_named(a, named) for a in loss.results)
     kept, _ = live_eqns(eqns, results)
-    state = (*loss.state, *whole.values(), *numbered.values())
+    state = (*loss.state, *named.values(), *numbered.values())
     return replace(loss, state=state, eqns=tuple(kept), results=results)
 
 

@@ -10,7 +10,7 @@ it is made ahead, from the whole batch (`frontend.ahead`).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -70,19 +70,60 @@ def classify(small: LossTape, large: LossTape) -> tuple[dict[Var, Kind], Ahead]:
     if len(small.state) != len(large.state):
         raise Misaligned("the loss reads other arrays of the step at another batch size")
     kinds |= {a: k for a, b in zip(small.state, large.state, strict=True) if (k := _handed(a, b)) is not CONST}
-    bound, shares, numbers = dependent(small), list[Place](), list[Place]()
+    bound, found = dependent(small), _Changes()
     for i, (a, b, operands) in enumerate(_aligned(small.eqns, large.eqns, kinds)):
-        if not bound & set(a.outvars):
-            outs = _without_parameters(a, b, operands)
-        elif more := added_to_sum(a, operands):
-            outs, shares = [SUM], [*shares, *((i, j) for j in more)]
-        else:
-            if numbers_examples(a, operands):
-                numbers += [(i, j) for j, k in enumerate(operands) if k.position]
-                operands = [replace(k, position=False) for k in operands]
-            outs = _outputs(a, b, operands)
-        _tell(kinds, a, outs)
-    return kinds, Ahead(values=read_ahead(small, kinds), numbers=tuple(numbers), shares=tuple(shares))
+        follow = found.of if bound & set(a.outvars) else found.of_free
+        _tell(kinds, a, follow(i, a, b, operands))
+    return kinds, found.ahead(read_ahead(small, kinds))
+
+
+@dataclass(slots=True, eq=False)
+class _Changes:
+    """What has to be changed in the equations of a loss, outside of bodies, so that micro-batches can run them."""
+
+    numbers: list[Place] = field(default_factory=list)
+    literals: list[Place] = field(default_factory=list)
+    shares: list[Place] = field(default_factory=list)
+
+    def ahead(self, values: tuple[Place, ...]) -> Ahead:
+        """Beside the values that are made ahead."""
+        return Ahead(
+            values=values, numbers=tuple(self.numbers), literals=tuple(self.literals), shares=tuple(self.shares)
+        )
+
+    def of(self, i: int, a: Any, b: Any, operands: list[Kind]) -> list[Kind]:
+        """Kinds of what equation `i` makes of parameters."""
+        operands = self._kept(i, a, operands, "mixed")
+        if others := added_to_sum(a, operands):
+            self.shares += ((i, j) for j in others)
+            return [SUM]
+        if numbers_examples(a, operands):
+            self.numbers += ((i, j) for j, k in enumerate(operands) if k.position)
+            operands = [replace(k, position=False) for k in operands]
+        outs = _outputs(a, b, operands)
+        if any(k.name == "mixed" for k in outs):
+            outs = _outputs(a, b, self._kept(i, a, operands, "count"))
+        return outs
+
+    def of_free(self, i: int, a: Any, b: Any, operands: list[Kind]) -> list[Kind]:
+        """Kinds of what it makes without parameters: where examples meet in that, it can be made ahead."""
+        operands = self._kept(i, a, operands, "mixed")
+
+        def ahead(kind: Kind, x: Var, y: Var) -> Kind:
+            along = _rows_along(x, y)
+            if along is not None:
+                return Kind("rows", along, whole=True) if kind.name == "mixed" else kind
+            met = kind.name in (*LINEAR, "mixed") or (kind.name == "const" and any(k.whole for k in operands))
+            return Kind("const", whole=True) if met and not grown_dims(x.aval, y.aval) else kind
+
+        outs = _outputs(a, b, operands)
+        return [ahead(*each) for each in zip(outs, a.outvars, b.outvars, strict=True)]
+
+    def _kept(self, i: int, eqn: Any, operands: list[Kind], kind: str) -> list[Kind]:
+        """Kinds of operands whose literals of a kind stay those of the whole batch."""
+        kept = [isinstance(a, Literal) and k.name == kind for a, k in zip(eqn.invars, operands, strict=True)]
+        self.literals += ((i, j) for j, here in enumerate(kept) if here)
+        return [CONST if here else k for k, here in zip(operands, kept, strict=True)]
 
 
 def _handed(small: Var, large: Var) -> Kind:
@@ -99,20 +140,6 @@ def _rows_along(small: Var, large: Var) -> int | None:
     grown = grown_dims(small.aval, large.aval)
     doubled = [d for d in grown if shape_of(large).shape[d] == FACTOR * shape_of(small).shape[d]]
     return doubled[0] if len(grown) == len(doubled) == 1 else None
-
-
-def _without_parameters(a: Any, b: Any, operands: list[Kind]) -> list[Kind]:
-    """Kinds of what no parameter enters: where examples meet in it, it can be made ahead."""
-
-    def ahead(kind: Kind, x: Var, y: Var) -> Kind:
-        along = _rows_along(x, y)
-        if along is not None:
-            return Kind("rows", along, whole=True) if kind.name == "mixed" else kind
-        met = kind.name in (*LINEAR, "mixed") or (kind.name == "const" and any(k.whole for k in operands))
-        return Kind("const", whole=True) if met and not grown_dims(x.aval, y.aval) else kind
-
-    outs = _outputs(a, b, operands)
-    return [ahead(*each) for each in zip(outs, a.outvars, b.outvars, strict=True)]
 
 
 def _walk(small: Sequence[Any], large: Sequence[Any], kinds: dict[Var, Kind]) -> None:

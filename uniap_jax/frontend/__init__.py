@@ -147,12 +147,11 @@ class _Tracer:
 
     def _taken(self, parts: SplitStep) -> SplitStep:
         """The parts of the step with what is made of the whole batch ahead of the loss."""
-        ahead = self.batching.ahead
-        return replace(
-            parts,
-            loss=taken_ahead(parts.loss, ahead, parts.loss, 1),
-            before=with_ahead(parts.before, parts.loss, ahead),
-        )
+        ahead, dims = self.batching.ahead, self.batching.dims
+        loss = taken_ahead(parts.loss, ahead, parts.loss, 1)
+        pairs = zip(loss.results, parts.loss.results, strict=True)
+        dims.update({a: dims.get(b) for a, b in pairs if not isinstance(a, Literal)})
+        return replace(parts, loss=loss, before=with_ahead(parts.before, parts.loss, ahead))
 
     def _batching(self, loss: LossTape) -> _Batching:
         """What becomes of the batch, from a second trace at twice its size."""

@@ -73,6 +73,10 @@ class Held:
         return self._views[leaf, stage]
 
 
+BEFORE = "_before"
+"""How the names of programs end that make what a stage reads once per step."""
+
+
 def whole_rows(layout: Layout, leaf: int, stage: int) -> NamedSharding:
     """Layout of a leaf of the whole batch on a stage: its rows over all devices where that divides."""
     mesh = layout.meshes[stage]
@@ -125,7 +129,7 @@ class Begin:
             self._inputs = [flow.sources[v] for v in inputs if v in flow.sources]
             run = as_function(jaxpr, inputs, flow.consts)
             self._program = build(
-                f"stage_{stage}_before",
+                f"stage_{stage}{BEFORE}",
                 lambda args: run(*args),
                 [[leaves.shape(i, stage) if kind == "state" else self._rows(i) for kind, i in self._inputs]],
                 mesh=layout.meshes[stage],

@@ -6,7 +6,8 @@
 
 The scripts are those of `tests/models/scripts`; those of flax's examples need `FLAX_EXAMPLES`, the others the packages
 their first lines name. Eight virtual CPU devices. A cell is the worst relative difference of the loss and of a
-gradient over the steps, or the reason why the plan was refused.
+gradient over the steps, or the reason why the plan was refused; it misses where a difference exceeds its tolerance,
+where the compiler reshards through a full copy, or where a parameter is on no layer.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ import jax
 import uniap_jax as uniap
 from uniap_jax.check import OneDevice, check_plan
 from uniap_jax.core.errors import UniapError
+from uniap_jax.core.graph import LayerGraph
 from uniap_jax.core.strategy import parse_strategy
+from uniap_jax.runtime.verify import full_copies, standard_error
 
 SCRIPTS = Path(__file__).parent.parent / "tests" / "models" / "scripts"
 TESTS = SCRIPTS.parent.parent
@@ -78,6 +81,12 @@ def build(name: str) -> Any:
     return _load(script).build() if script.exists() else _kinds()[name]()
 
 
+def unplaced(graph: LayerGraph) -> list[str]:
+    """Parameters that are on no layer."""
+    placed = {p for layer in graph.layers for p in layer.params}
+    return [value.name for p, value in enumerate(graph.params) if p not in placed]
+
+
 def cells(name: str, plans: Sequence[str], steps: int) -> Iterable[dict[str, Any]]:
     """Every plan of one model, compared with one device."""
     state, train_step, batch = build(name)
@@ -87,6 +96,7 @@ def cells(name: str, plans: Sequence[str], steps: int) -> Iterable[dict[str, Any
         stages, microbatches, strategy = text.split()
         started = time.perf_counter()
         cell: dict[str, Any] = {"model": name, "jax": jax.__version__, "plan": text, "layers": len(graph.layers)}
+        cell |= {"parameters": len(graph.params), "unplaced": unplaced(graph)}
         try:
             plan = uniap.solve(
                 costs,
@@ -95,7 +105,8 @@ def cells(name: str, plans: Sequence[str], steps: int) -> Iterable[dict[str, Any
                 num_microbatches=int(microbatches),
                 strategy=parse_strategy(strategy),
             )
-            report = check_plan(graph, plan, (state, batch), steps=steps, one_device=one_device)
+            with standard_error() as written:
+                report = check_plan(graph, plan, (state, batch), steps=steps, one_device=one_device)
             cell |= {
                 "ok": report.ok,
                 "loss": report.loss_rel_diff,
@@ -103,6 +114,7 @@ def cells(name: str, plans: Sequence[str], steps: int) -> Iterable[dict[str, Any
                 "leaf": report.grad_leaf,
                 "narrow": report.narrow_grad_rel_diff,
                 "tolerance": report.tolerance,
+                "full_copies": full_copies(written),
                 "strategies": sorted({str(c.strategy) for c in plan.layers}),
             }
         except UniapError as error:
@@ -115,12 +127,22 @@ def line(cell: dict[str, Any]) -> str:
     head = f"{cell['model']} [{cell['plan']}] jax {cell['jax']} {cell['layers']} layers {cell['seconds']} s: "
     if "refused" in cell:
         return head + f"refused, {cell['reason']}"
-    verdict = "ok" if cell["ok"] else "MISS"
+    verdict = "; ".join(["MISS", *misses(cell)]) if misses(cell) else "ok"
     return head + f"{verdict} loss {cell['loss']:.1e} grad {cell['grad']:.1e} {cell['leaf'][-40:]} {cell['strategies']}"
 
 
+def misses(cell: dict[str, Any]) -> list[str]:
+    """What is wrong with a cell, one sentence each."""
+    found = [f"parameters on no layer: {', '.join(cell['unplaced'])}"] if cell["unplaced"] else []
+    if "refused" in cell:
+        return found
+    if not cell["ok"]:
+        found.append(f"{cell['leaf']} differs by {cell['grad']:.1e}, the loss by {cell['loss']:.1e}")
+    return found + [f"full copy: {text.split('] ')[-1]}" for text in cell["full_copies"][:1]]
+
+
 def table(found: Sequence[dict[str, Any]]) -> str:
-    """Markdown: models × plans, the worst gradient difference of all versions or the refusal's number in a list."""
+    """Markdown: models × plans, the worst differences of all versions or a refusal; refusals and misses numbered."""
     plans = [p for p in PLANS if any(c["plan"] == p for c in found)]
     reasons: dict[str, int] = {}
 
@@ -132,7 +154,8 @@ def table(found: Sequence[dict[str, Any]]) -> str:
         if refused:
             reason = refused[0]["reason"].splitlines()[0]
             return f"refused ({reasons.setdefault(reason, len(reasons) + 1)})"
-        mark = "" if all(c["ok"] for c in here) else "**miss** "
+        wrong = dict.fromkeys(f"miss on jax {c['jax']}: {text}" for c in here for text in misses(c))
+        mark = "".join(f"**miss ({reasons.setdefault(text, len(reasons) + 1)})** " for text in wrong)
         return f"{mark}{max(c['loss'] for c in here):.0e} / {max(c['grad'] for c in here):.0e}"
 
     rows = [
@@ -141,6 +164,8 @@ def table(found: Sequence[dict[str, Any]]) -> str:
     ]
     head = ["| model | " + " | ".join(f"`{p}`" for p in plans) + " |", "| --- " * (len(plans) + 1) + "|"]
     notes = [f"{n}. {reason}" for reason, n in reasons.items()]
+    versions = sorted({c["jax"] for c in found})
+    notes += ["", f"jax {' and '.join(versions)}: {len(found)} cells, {sum(map(bool, map(misses, found)))} miss."]
     return "\n".join([*head, *rows, "", *notes])
 
 

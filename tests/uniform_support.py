@@ -81,9 +81,15 @@ class GPT(nn.Module):
 
 
 def gpt(
-    *, layers: int = 4, dropout: float = 0.1, scan: bool = False, remat: bool = False, batch: int = 8
+    *,
+    layers: int = 4,
+    dropout: float = 0.1,
+    scan: bool = False,
+    remat: bool = False,
+    batch: int = 8,
+    mask: np.ndarray | None = None,
 ) -> tuple[State, Callable[..., Any], dict[str, np.ndarray]]:
-    """State, train step and batch."""
+    """State, train step and batch; with a mask the loss is the mean over the tokens it leaves."""
     model = GPT(layers, dropout, scan, remat)
     keys = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
     params = jax.jit(model.init)(keys, jnp.zeros((1, SEQUENCE), jnp.int32))["params"]
@@ -95,17 +101,26 @@ def gpt(
 
         def loss(params: Any) -> jax.Array:
             logits = state.apply_fn({"params": params}, batch["x"], rngs={"dropout": rng})
-            return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
+            losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
+            if mask is None:
+                return losses.mean()
+            return (losses * batch["mask"]).sum() / jnp.maximum(batch["mask"].sum(), 1)
 
         value, grads = jax.value_and_grad(loss)(state.params)
         return state.apply_gradients(grads=grads), {"loss": value}
 
+    masked = {} if mask is None else {"mask": mask}
     text = np.random.default_rng(0).integers(0, VOCABULARY, (batch, SEQUENCE + 1)).astype(np.int32)
-    return state, step, {"x": text[:, :-1], "y": text[:, 1:]}
+    return state, step, {"x": text[:, :-1], "y": text[:, 1:], **masked}
 
 
-def residual(*, aux: bool, dtype: Any = jnp.float32, bad: bool = False, rows: int = 8) -> tuple[Any, Any, Any]:
-    """Residual layers over a value from before them (relay), a bias they share, and a loss term of each (extra)."""
+def residual(
+    *, aux: bool, dtype: Any = jnp.float32, bad: bool = False, rows: int = 8, masked: bool = False
+) -> tuple[Any, Any, Any]:
+    """Residual layers over a value from before them (relay), a bias they share, and a loss term of each (extra).
+
+    Masked, the loss is the mean over those examples whose first input is positive.
+    """
     rng, width = np.random.default_rng(0), 16
 
     def weight(*shape: int) -> jax.Array:
@@ -136,7 +151,8 @@ def residual(*, aux: bool, dtype: Any = jnp.float32, bad: bool = False, rows: in
                 if bad:
                     x = x / jnp.linalg.norm(x, axis=-1, keepdims=True)
                 x = x + (jax.nn.relu(h) @ layer["down"]) * gate + params["bias"]
-            error = jnp.mean(((x @ params["out"]).astype(jnp.float32) - batch["y"]) ** 2)
+            errors = ((x @ params["out"]).astype(jnp.float32) - batch["y"]) ** 2
+            error = jnp.mean(errors, where=batch["x"][:, :1] > 0) if masked else jnp.mean(errors)
             return (error + 0.01 * sum(terms), terms) if aux else (error, [])
 
         (value, terms), grads = jax.value_and_grad(loss, has_aux=True)(params)
@@ -292,7 +308,7 @@ def with_gradients(graph: LayerGraph) -> LayerGraph:
 
 def reference(graph: LayerGraph, state: Sequence[Any], batch: Sequence[Any]) -> tuple[Any, list[Any]]:
     """Loss and gradients of the whole batch on one device, layer after layer."""
-    ready = jax.core.eval_jaxpr(graph.step.before.jaxpr, graph.step.before.consts, *state)
+    ready = jax.core.eval_jaxpr(graph.step.before.jaxpr, graph.step.before.consts, *state, *batch)
     params, operands = ready[: len(graph.params)], ready[len(graph.params) :]
     places = {"state": operands, "batch": list(batch), "index": [np.int32(0)]}
 

@@ -163,3 +163,11 @@ def test_weights_cast_in_every_turn_are_copied_once() -> None:
     run = find_run(graph, 2)
     assert run.is_loop
     assert TurnCosts(model, run.first).cast == 0.5
+
+
+def test_stages_that_only_one_program_may_have_are_refused_for_what_is_wrong() -> None:
+    state, step, batch = support.nnx_stack()
+    costs = estimate(trace(step, state, batch), CLUSTER)
+    with pytest.raises(OptionError, match=r"examples meet .*; use one of 1 micro-batches"):
+        solve(costs, num_stages=4, num_microbatches=2)
+    assert solve(costs, num_stages=4, num_microbatches=1).executor == "program"

@@ -68,10 +68,52 @@ SPLITTABLE = {
         "mean",
     ),
     "dot with itself": (lambda w, b: jnp.vdot(logits(w, b), logits(w, b)), "sum"),
+    "mean over a mask": (lambda w, b: (cross_entropy(w, b) * b["mask"]).sum() / b["mask"].sum(), "sum"),
+    "mean over a mask, or a one": (
+        lambda w, b: jnp.sum(cross_entropy(w, b) * b["mask"]) / jnp.maximum(b["mask"].sum(), 1),
+        "sum",
+    ),
+    "mean where": (lambda w, b: jnp.mean(cross_entropy(w, b), where=b["mask"] > 0), "sum"),
+    "average": (lambda w, b: jnp.average(cross_entropy(w, b), weights=b["mask"]), "sum"),
+    "ratio of means": (lambda w, b: (cross_entropy(w, b) * b["mask"]).mean() / b["mask"].mean(), "mean"),
+    "weights of mean one": (lambda w, b: (cross_entropy(w, b) * b["mask"] / b["mask"].mean()).mean(), "mean"),
+    "mean over a mask, or nothing": (
+        lambda w, b: jnp.where(b["mask"].sum() > 0, (cross_entropy(w, b) * b["mask"]).sum() / b["mask"].sum(), 0.0),
+        "sum",
+    ),
+    "mean over a mask, regularised": (
+        lambda w, b: (
+            (cross_entropy(w, b) * b["mask"]).sum() / b["mask"].sum()
+            - 0.1 * (w**2).sum()
+            + 0.3 * (logits(w, b) ** 2).mean()
+        ),
+        "sum",
+    ),
+    "sum, regularised": (lambda w, b: 0.1 * (w**2).sum() - cross_entropy(w, b).sum(), "sum"),
+    "standardised inputs": (
+        lambda w, b: (((b["x"] - b["x"].mean(0)) / b["x"].std(0)) @ w - b["x"].max()).mean(),
+        "mean",
+    ),
+    "times one over the count": (lambda w, b: cross_entropy(w, b).sum() * (1.0 / b["x"].shape[0]), "sum"),
+    "over a root": (
+        lambda w, b: (cross_entropy(w, b) * b["x"].shape[0] ** -0.5).mean() + (w**2).sum() / b["x"].shape[0],
+        "mean",
+    ),
+    "weights of classes": (
+        lambda w, b: (cross_entropy(w, b) / jnp.bincount(b["label"], length=3)[b["label"]]).sum(),
+        "sum",
+    ),
 }
 
 MIXING = {
-    "ratio of sums": (lambda w, b: (cross_entropy(w, b) * b["mask"]).sum() / b["mask"].sum(), "ratio"),
+    "ratio of sums": (
+        lambda w, b: (cross_entropy(w, b) * logits(w, b).max(1)).sum() / logits(w, b).max(1).sum(),
+        "ratio",
+    ),
+    "checkpointed ratio": (
+        jax.checkpoint(lambda w, b: (cross_entropy(w, b) * b["mask"]).sum() / b["mask"].sum()),
+        "ratio",
+    ),
     "contrastive": (lambda w, b: jax.nn.logsumexp(logits(w, b) @ logits(w, b).T, axis=1).mean(), "every example"),
     "normalised": (lambda w, b: ((logits(w, b) - logits(w, b).mean(0)) ** 2).mean(), "whole batch"),
     "cumulative": (lambda w, b: jnp.cumsum(logits(w, b), axis=0).mean(), "along the batch"),
@@ -95,12 +137,15 @@ def test_losses_that_may_be_split(name):
     graph = traced(loss)
     assert graph.split_reason == ""
     assert graph.reductions == (kind,)
-    whole, pieces = loss(W, BATCH), []
+    pieces = []
     for i in range(4):
         piece = jax.tree.map(lambda x, i=i: x[2 * i : 2 * i + 2], BATCH)
-        pieces.append(reference_gradients(graph.microbatch(4))(W, *jax.tree.leaves(piece))[0])
-    together = np.mean(pieces) if kind == "mean" else np.sum(pieces)
-    np.testing.assert_allclose(together, whole, rtol=1e-5)
+        ours = reference_gradients(graph.microbatch(4), index=i, whole=jax.tree.leaves(BATCH))
+        pieces.append(ours(W, *jax.tree.leaves(piece)))
+    together = [sum(parts) / (4 if kind == "mean" else 1) for parts in zip(*((v, *g) for v, g in pieces), strict=True)]
+    whole, grad = jax.value_and_grad(loss)(W, BATCH)
+    np.testing.assert_allclose(together[0], whole, rtol=1e-5)
+    np.testing.assert_allclose(together[1], grad, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", MIXING)
@@ -215,39 +260,81 @@ NUMBERED = {
     "column": lambda w, b: jax.vmap(lambda row, i: jax.lax.dynamic_index_in_dim(row, i))(
         jnp.tile(logits(w, b), 3), numbers(b)
     ).mean(),
-    "next example": lambda w, b: (logits(w, b) * logits(w, b)[numbers(b) + 1]).mean(),
+    "index too": lambda w, b: (jax.nn.log_softmax(logits(w, b))[numbers(b), b["label"]] * numbers(b)).mean(),
     "key": lambda w, b: jax.vmap(noise)(
         jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(1), numbers(b)), logits(w, b)
     ).mean(),
-    "in a loop": lambda w, b: jax.lax.scan(
-        lambda c, row: (c + logits(w, b) * row[0] * numbers(b)[:, None], None), 0.0 * logits(w, b), w
-    )[0].mean(),
     "flattened": lambda w, b: (logits(w, b).reshape(-1) * jnp.arange(logits(w, b).size)).mean(),
 }
 
+WHOLE = {
+    "ranks": lambda w, b: (logits(w, b)[:, 0] * jnp.argsort(b["label"])).mean(),
+    "running sum": lambda w, b: (logits(w, b) * jnp.cumsum(b["x"], 0)[:, :3]).mean(),
+    "neighbours' inputs": lambda w, b: (jnp.roll(b["x"], 1, 0) @ w * logits(w, b)).mean(),
+    "gamma": lambda w, b: (logits(w, b) * jax.random.gamma(jax.random.key(0), 1.0, (len(b["x"]), 1))).mean(),
+    "noise of a mean": lambda w, b: (
+        (logits(w, b) - (n := jax.random.normal(jax.random.key(3), (len(b["x"]), 3)))) * (n - n.mean())
+    ).mean(),
+}
 
-@pytest.mark.parametrize("name", NUMBERED)
-def test_the_number_of_an_example_is_an_index_and_nothing_else(name):
-    graph = traced(NUMBERED[name])
-    assert graph.split_cause == "unknown"
-    assert "the place of an example" in graph.split_reason
+
+@pytest.mark.parametrize("name", [*NUMBERED, *WHOLE])
+def test_lists_over_the_batch_are_made_of_all_of_it(name):
+    loss = {**NUMBERED, **WHOLE}[name]
+    graph = traced(loss)
+    assert graph.split_reason == ""
+    np.testing.assert_allclose(_in_pieces(graph), loss(W, BATCH), rtol=1e-5)
 
 
-def test_noise_that_is_drawn_ahead_of_the_loss_is_not_split():
+def _in_pieces(graph):
+    """The mean of a loss over four micro-batches."""
+    pieces = [jax.tree.leaves(jax.tree.map(lambda x, i=i: x[2 * i : 2 * i + 2], BATCH)) for i in range(4)]
+    micro, whole = graph.microbatch(4), jax.tree.leaves(BATCH)
+    return np.mean([reference_gradients(micro, index=i, whole=whole)(W, *p)[0] for i, p in enumerate(pieces)])
+
+
+OUT_OF_PLACE = {
+    "next example": (lambda w, b: (logits(w, b) * logits(w, b)[numbers(b) + 1]).mean(), "across the batch"),
+    "number in a loop": (
+        lambda w, b: jax.lax.scan(
+            lambda c, row: (c + logits(w, b) * row[0] * numbers(b)[:, None], None), 0.0 * logits(w, b), w
+        )[0].mean(),
+        "the place of an example",
+    ),
+    "pairs of labels": (
+        lambda w, b: (logits(w, b) @ logits(w, b).T * (b["label"][:, None] == b["label"])).mean(),
+        "meet",
+    ),
+    "checkpointed gamma": (
+        jax.checkpoint(lambda w, b: (logits(w, b) * jax.random.gamma(jax.random.key(0), 1.0, (len(b["x"]), 1))).mean()),
+        "drawn for all examples",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OUT_OF_PLACE)
+def test_lists_over_the_batch_that_are_not_cut(name):
+    loss, why = OUT_OF_PLACE[name]
+    assert why in traced(loss).split_reason
+
+
+@pytest.mark.parametrize("typed", [False, True])
+def test_noise_that_is_drawn_outside_of_the_loss_is_cut(typed):
     def step(w, b):
         noise = jax.random.normal(jax.random.key(3), (b["x"].shape[0], 3))
-        out, grad = jax.value_and_grad(lambda p: ((logits(p, b) + w.sum() * noise) ** 2).mean())(w)
+        keys = (jax.random.key if typed else jax.random.PRNGKey)(4)
+        keys = jax.random.split(keys, b["x"].shape[0])
+
+        def loss(p):
+            own = jax.vmap(lambda k: jax.random.normal(k, (3,)))(keys)
+            return ((logits(p, b) + w.sum() * noise - own) ** 2).mean()
+
+        out, grad = jax.value_and_grad(loss)(w)
         return w - grad, out
 
     graph = trace(step, W, BATCH)
-    assert graph.split_cause == "unknown"
-    assert "(8, 3), outside of the function" in graph.split_reason
-
-
-def test_draws_that_cannot_be_cut_are_not_split():
-    graph = traced(lambda w, b: (logits(w, b) * jax.random.gamma(jax.random.key(0), 1.0, (len(b["x"]), 1))).mean())
-    assert graph.split_cause == "unknown"
-    assert "drawn for all examples" in graph.split_reason
+    assert graph.split_reason == ""
+    np.testing.assert_allclose(_in_pieces(graph), step(W, BATCH)[1], rtol=1e-5)
 
 
 class Block(nn.Module):

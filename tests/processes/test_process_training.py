@@ -74,8 +74,8 @@ def launch(scenario: str, size: int, *, devices: int = 4, timeout_s: float = 120
     return ended
 
 
-def losses_of_one_device(steps: int) -> list[float]:
-    state, step, batch = support.residual(aux=False)
+def losses_of_one_device(steps: int, *, masked: bool = False) -> list[float]:
+    state, step, batch = support.residual(aux=False, masked=masked)
     graph = trace(step, state, batch)
     run, (leaves, rows) = jax.jit(graph.step.flat), graph.step.flatten(state, batch)
     losses = []
@@ -97,6 +97,7 @@ def losses_of_one_device(steps: int) -> list[float]:
         ("equal_stages", 4),
         ("unequal_stages", 2),
         ("spanning_stages", 2),
+        ("masked_spanning_stages", 2),
         ("planned_stages", 2),
         ("checkpoint_program", 2),
         ("checkpoint_stages", 2),
@@ -107,7 +108,7 @@ def test_process_training_equals_one_device(scenario: str, size: int, tmp_path: 
     assert [e.code for e in ended] == [0] * size, ended[0].err + ended[-1].err
     found = [json.loads(e.out.splitlines()[-1]) for e in ended]  # above it, what gloo has to say
     assert [f["devices"] for f in found] == [4] * size
-    expected = losses_of_one_device(20)
+    expected = losses_of_one_device(20, masked=scenario.startswith("masked"))
     for f in found:
         np.testing.assert_allclose(f["losses"], expected, rtol=support.LOSS_TOLERANCE)
 

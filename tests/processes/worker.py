@@ -163,7 +163,8 @@ def main() -> None:
     scenario, rank, size, coordinator, line, timeout = sys.argv[1:]
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     jax.distributed.initialize(coordinator, int(size), int(rank), cluster_detection_method="deactivate")
-    state, step, batch = support.residual(aux=scenario == "differ" and rank == "1")
+    masked, scenario = scenario.startswith("masked_"), scenario.removeprefix("masked_")
+    state, step, batch = support.residual(aux=scenario == "differ" and rank == "1", masked=masked)
     graph = trace(step, state, batch)
     leaves = [batch["x"], batch["y"]]
     if scenario == "alone":  # without lines of our own

@@ -46,8 +46,9 @@ class Operand(Value):
     """A value the loss reads without being differentiated with respect to it.
 
     Attributes:
-        kind: "state" (computed once per step by `Step.before`), "batch" (a leaf of the batch, split over
-            micro-batches along its leading dimension), or "index" (int32 scalar: which micro-batch this is).
+        kind: "state" (computed once per step by `Step.before`, from the state or the whole batch), "batch" (a leaf of
+            the batch, split over micro-batches along its leading dimension), or "index" (int32 scalar: which
+            micro-batch this is).
         leaf: for "state", the position after the parameters among the outputs of `Step.before`;
             for "batch", the position among the batch leaves.
     """
@@ -98,7 +99,8 @@ class Step:
     """The train step around the loss, as flat programs.
 
     Attributes:
-        before: `(*state_leaves) -> (*params, *state operands)`; what the loss needs, independent of the batch.
+        before: `(*state_leaves, *batch_leaves) -> (*params, *state operands)`; what the loss needs once per step,
+            whatever the number of micro-batches.
         update: `(*state_leaves, *batch_leaves, *results, *grads) -> outputs`; results are the loss and its
             auxiliary outputs for the whole batch, grads are in the order of `LayerGraph.params`.
         state: shapes of the state leaves (every argument that is not batch), in flat order.

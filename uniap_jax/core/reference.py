@@ -12,12 +12,15 @@ import numpy as np
 from uniap_jax.core.graph import LayerGraph, Step, Value
 
 
-def reference_results(graph: LayerGraph, *, index: int = 0) -> Callable[..., tuple[list[Any], list[Any]]]:
+def reference_results(
+    graph: LayerGraph, *, index: int = 0, whole: Sequence[Any] | None = None
+) -> Callable[..., tuple[list[Any], list[Any]]]:
     """`(*state leaves, *batch leaves) -> (results, gradients)` of the batch, as plain JAX computes them on one device.
 
     Args:
         graph: the captured step; of `graph.microbatch(c)` the batch leaves are one micro-batch's.
         index: number of that micro-batch.
+        whole: leaves of the whole batch; those the function is called with where None.
     """
     step, count = graph.step, len(graph.step.state)
 
@@ -35,7 +38,8 @@ def reference_results(graph: LayerGraph, *, index: int = 0) -> Callable[..., tup
         return results[0], results
 
     def both(*leaves: Any) -> tuple[list[Any], list[Any]]:
-        outs = jax.core.eval_jaxpr(step.before.jaxpr, step.before.consts, *leaves[:count])
+        batch = leaves[count:] if whole is None else whole
+        outs = jax.core.eval_jaxpr(step.before.jaxpr, step.before.consts, *leaves[:count], *batch)
         params, operands = outs[: len(graph.params)], outs[len(graph.params) :]
         (_, results), grads = jax.value_and_grad(loss, has_aux=True)(params, operands, leaves[count:])
         return results, grads
@@ -43,9 +47,11 @@ def reference_results(graph: LayerGraph, *, index: int = 0) -> Callable[..., tup
     return both
 
 
-def reference_gradients(graph: LayerGraph, *, index: int = 0) -> Callable[..., tuple[Any, list[Any]]]:
+def reference_gradients(
+    graph: LayerGraph, *, index: int = 0, whole: Sequence[Any] | None = None
+) -> Callable[..., tuple[Any, list[Any]]]:
     """`(*state leaves, *batch leaves) -> (loss, gradients)`; arguments as of `reference_results`."""
-    both = reference_results(graph, index=index)
+    both = reference_results(graph, index=index, whole=whole)
 
     def gradients(*leaves: Any) -> tuple[Any, list[Any]]:
         results, grads = both(*leaves)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from uniap_jax.core.errors import TraceError
 from uniap_jax.core.graph import LayerGraph, Operand, Step, Value
 from uniap_jax.core.jax_compat import Literal, Var, no_mesh, shape_of
+from uniap_jax.frontend.ahead import Ahead, cut_rows, taken_ahead, with_ahead
 from uniap_jax.frontend.arguments import Arguments
 from uniap_jax.frontend.batch_rules import CONST, Kind
 from uniap_jax.frontend.batching import FACTOR, Misaligned, classify, grown_dims
@@ -90,24 +91,33 @@ def _split(captured: Captured) -> SplitStep:
     return replace(parts, loss=placed(parts.loss))
 
 
-def _drawn_ahead(loss: LossTape, large: LossTape) -> tuple[int, ...]:
-    """Shape of the first state operand that grows with the batch, () where none does."""
-    pairs = ((shape_of(a).shape, shape_of(b).shape) for a, b in zip(loss.state, large.state, strict=False))
-    return next((tuple(a) for a, b in pairs if a != b), ())
-
-
 def _first_line(error: BaseException) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Batching:
-    """What two traces tell about the batch; `cause` and `reason` are those of `LayerGraph`."""
+    """What two traces tell about the batch; `reductions`, `cause` and `reason` are those of `LayerGraph`."""
 
-    kinds: dict[Var, Kind]
+    ahead: Ahead
+    reductions: tuple[str, ...]
     dims: dict[Var, int | None]
     cause: str
     reason: str
+
+
+def _split_reason(loss: LossTape, kinds: Sequence[Kind]) -> tuple[str, str]:
+    """Cause and reason why the batch must not be split, empty where it may; from the kinds of the results."""
+    for i, (atom, kind) in enumerate(zip(loss.results, kinds, strict=True)):
+        what = "the loss" if i == 0 else f"auxiliary output {i - 1} of the loss"
+        if kind.name == "mixed":
+            why = f"{what} is not a mean, a sum or a list over examples: {kind.reason}"
+            return "statistic" if kind.known else "unknown", why
+        if kind.name not in REDUCTIONS or (i == 0 and kind.name == "rows"):
+            return "unknown", f"{what} is not a mean, a sum or a list over examples"
+        if kind.name == "rows" and i and not getattr(atom.aval, "shape", ()):
+            return "unknown", f"{what} cannot be put together from micro-batches"
+    return "", ""
 
 
 class _Tracer:
@@ -117,7 +127,9 @@ class _Tracer:
         self.step, self.arguments = step, arguments
         self.captured = capture(step, arguments)
         self.unfolded = _unfolded(self.captured) if unfold_scans else None
-        self.whole = self.unfolded.parts if self.unfolded is not None else _split(self.captured)
+        parts = self.unfolded.parts if self.unfolded is not None else _split(self.captured)
+        self.loss, self.batching = parts.loss, self._batching(parts.loss)
+        self.whole = self._taken(parts)
         self.index = Var(jax.make_jaxpr(lambda i: i)(jax.ShapeDtypeStruct((), jnp.int32)).in_avals[0])
         work = weigh(self.whole.loss)
         if not work.order:
@@ -125,7 +137,6 @@ class _Tracer:
         marks = marked_places(self.whole.loss, work.order)
         self.order, self.starts = work.order, (0, *cut_points(work, tuple(marks)))
         self.marks = tuple(marks.get(end, "") for end in (*self.starts[1:], len(self.order)))
-        self.batching = self._batching()
         self._cache: dict[int, LayerGraph] = {}
         self._lock = threading.Lock()
 
@@ -134,53 +145,39 @@ class _Tracer:
         found = unfold_loss(loss) if self.unfolded is not None else None
         return placed(loss if found is None else found.loss)
 
-    def _batching(self) -> _Batching:
-        """Kinds of all values, from a second trace at twice the batch."""
-        loss = self.whole.loss
+    def _taken(self, parts: SplitStep) -> SplitStep:
+        """The parts of the step with what is made of the whole batch ahead of the loss."""
+        ahead, dims = self.batching.ahead, self.batching.dims
+        loss = taken_ahead(parts.loss, ahead, parts.loss, 1)
+        pairs = zip(loss.results, parts.loss.results, strict=True)
+        dims.update({a: dims.get(b) for a, b in pairs if not isinstance(a, Literal)})
+        return replace(parts, loss=loss, before=with_ahead(parts.before, parts.loss, ahead))
+
+    def _batching(self, loss: LossTape) -> _Batching:
+        """What becomes of the batch, from a second trace at twice its size."""
         try:
             large = self._retrace(self.arguments.batch_size * FACTOR)
         except (TypeError, ValueError, AssertionError) as error:  # JAX's, or the user's own check of a shape
-            return self._unfollowed(f"the step does not trace at another batch size ({_first_line(error)})")
+            return self._unfollowed(loss, f"the step does not trace at another batch size ({_first_line(error)})")
         try:
-            kinds = classify(loss, large, loss.batch)
+            kinds, ahead = classify(loss, large)
         except Misaligned as error:
-            return self._unfollowed(f"the step does something else at another batch size ({_first_line(error)})")
+            return self._unfollowed(loss, f"the step does something else at another batch size ({_first_line(error)})")
         dims: dict[Var, int | None] = dict.fromkeys(loss.batch, 0)
         for a, b in zip(loss.eqns, large.eqns, strict=True):
             for x, y in zip(a.outvars, b.outvars, strict=True):
                 grown = grown_dims(x.aval, y.aval)
                 dims[x] = grown[0] if grown else None
-        cause, reason = self._split_reason(kinds)
-        if not reason and (shape := _drawn_ahead(loss, large)):
-            cause, reason = (
-                "unknown",
-                f"the step makes an array of the batch's size, {shape}, outside of the function that it differentiates "
-                "and without reading the batch (noise, time steps); make it inside that function",
-            )
-        return _Batching(kinds=kinds, dims=dims, cause=cause, reason=reason)
+        results = [CONST if isinstance(a, Literal) else kinds.get(a, CONST) for a in loss.results]
+        cause, reason = _split_reason(loss, results)
+        reductions = tuple(REDUCTIONS.get(kind.name, "same") for kind in results)
+        return _Batching(ahead=ahead, reductions=reductions, dims=dims, cause=cause, reason=reason)
 
-    def _unfollowed(self, reason: str) -> _Batching:
+    def _unfollowed(self, loss: LossTape, reason: str) -> _Batching:
         """A step written for one batch size only: it can be planned, but its batch cannot be followed."""
-        loss = self.whole.loss
-        kinds = {v: Kind("rows") for v in loss.batch}
-        return _Batching(kinds=kinds, dims=dict.fromkeys(loss.batch, 0), cause="shapes", reason=reason)
-
-    def _kind(self, atom: Any, kinds: dict[Var, Kind]) -> Kind:
-        return CONST if isinstance(atom, Literal) else kinds.get(atom, CONST)
-
-    def _split_reason(self, kinds: dict[Var, Kind]) -> tuple[str, str]:
-        """Cause and reason why the batch must not be split, empty where it may."""
-        for i, atom in enumerate(self.whole.loss.results):
-            kind = self._kind(atom, kinds)
-            what = "the loss" if i == 0 else f"auxiliary output {i - 1} of the loss"
-            if kind.name == "mixed":
-                why = f"{what} is not a mean, a sum or a list over examples: {kind.reason}"
-                return "statistic" if kind.known else "unknown", why
-            if kind.name not in REDUCTIONS or (i == 0 and kind.name == "rows"):
-                return "unknown", f"{what} is not a mean, a sum or a list over examples"
-            if kind.name == "rows" and i and not getattr(atom.aval, "shape", ()):
-                return "unknown", f"{what} cannot be put together from micro-batches"
-        return "", ""
+        reductions = tuple("concat" if a in loss.batch else "same" for a in loss.results)
+        dims: dict[Var, int | None] = dict.fromkeys(loss.batch, 0)
+        return _Batching(ahead=Ahead(), reductions=reductions, dims=dims, cause="shapes", reason=reason)
 
     def _value(self, atom: Any, name: str = "") -> Value:
         dim = None if isinstance(atom, Literal) else self.batching.dims.get(atom)
@@ -191,9 +188,6 @@ class _Tracer:
         cut = build_layers(
             self.whole.loss, self.order, self.starts, self.index, params=self._param_names(), names=self.marks
         )
-        reductions = tuple(
-            REDUCTIONS.get(self._kind(a, self.batching.kinds).name, "same") for a in self.whole.loss.results
-        )
         step = self._step()
         graph = LayerGraph(
             layers=cut.layers,
@@ -201,7 +195,7 @@ class _Tracer:
             operands=self._operands(self.whole.loss, 1),
             values=self._values(cut),
             results=cut.results,
-            reductions=reductions,
+            reductions=self.batching.reductions,
             step=step,
             batch_size=self.arguments.batch_size,
             num_microbatches=1,
@@ -269,7 +263,10 @@ class _Tracer:
             state_result=a.state_result,
             flat=lambda *leaves: self.captured.flat(*leaves),  # its own function: jit caches traces by identity
         )
-        return step if self.unfolded is None else replace(step, by_rows=row_step(step, self.unfolded))
+        if self.unfolded is None:
+            return step
+        before = with_ahead(self.unfolded.before, self.loss, self.batching.ahead)
+        return replace(step, by_rows=row_step(step, replace(self.unfolded, before=before)))
 
     def microbatch(self, count: int) -> LayerGraph:
         """The same layers at batch B/count.
@@ -297,7 +294,7 @@ class _Tracer:
                 reason=whole.split_reason,
             )
         loss = self._retrace(size // count)
-        if [e.primitive for e in loss.eqns] != [e.primitive for e in self.whole.loss.eqns]:
+        if [e.primitive for e in loss.eqns] != [e.primitive for e in self.loss.eqns]:
             # one example is where this happens: JAX leaves out what broadcasts or reshapes a dimension of size 1
             raise TraceError(
                 f"the batch cannot be split into {count} micro-batches: on {size // count} of its {size} examples the "
@@ -305,6 +302,7 @@ class _Tracer:
                 num_microbatches=count,
                 examples=size // count,
             )
+        loss = taken_ahead(loss, self.batching.ahead, self.loss, count)
         try:
             eqns = slice_random_bits(loss.eqns, self.whole.loss.eqns, self.index)
         except CannotSlice as error:
@@ -314,8 +312,9 @@ class _Tracer:
                 num_microbatches=count,
                 reason=str(error),
             ) from error
-        order, starts = self._moved(loss.eqns, eqns)
-        cut = build_layers(replace(loss, eqns=tuple(eqns)), order, starts, self.index, params=self._param_names())
+        before, loss = loss.eqns, cut_rows(replace(loss, eqns=tuple(eqns)), self.whole.loss, self.index)
+        order, starts = self._moved(before, loss.eqns)
+        cut = build_layers(loss, order, starts, self.index, params=self._param_names())
         return replace(
             whole,
             layers=tuple(

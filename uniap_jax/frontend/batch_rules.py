@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from uniap_jax.core.sources import source_line
@@ -19,6 +20,8 @@ class Kind:
         name: "const" (not at all), "count" (a number of examples), "rows" (example by example along `dim`),
             "scaled_rows" (rows over a count), "sum", "mean" (over examples), or "mixed".
         dim: the batch dimension of rows.
+        whole: whether it is made ahead, of the whole batch, whatever became of the examples on the way: a micro-batch
+            takes it as it is ("const") or its rows of it.
         position: whether rows number the examples (an iota along the batch): good for looking up each its own alone,
             for a micro-batch counts from 0 again.
         reason: for "mixed", which operation mixed the rows, and where.
@@ -28,6 +31,7 @@ class Kind:
     name: str
     dim: int = 0
     position: bool = False
+    whole: bool = False
     reason: str = ""
     known: bool = True
 
@@ -129,6 +133,21 @@ def elementwise(eqn: Any) -> bool:
         or (len(v.aval.shape) == len(shape) and all(a in (b, 1) for a, b in zip(v.aval.shape, shape, strict=True)))
         for v in eqn.invars
     )
+
+
+def added_to_sum(eqn: Any, operands: Sequence[Kind]) -> list[int]:
+    """Operands that are put to a sum over examples and are none: a term that is added, the other case of a choice.
+
+    A sum over examples is that of the micro-batches once each of them has its share of the others.
+    """
+    name, kinds = eqn.primitive.name, [k.name for k in operands]
+    terms = {"add": 0, "sub": 0, "add_any": 0, "select_n": 1}.get(name)
+    floating = jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact)
+    if terms is None or not floating or not set(kinds[:terms]) <= {"const"}:
+        return []
+    others = [j for j in range(terms, len(kinds)) if kinds[j] != "sum"]
+    fits = len(others) < len(kinds) - terms and all(kinds[j] in ("const", "mean") for j in others)
+    return others if fits else []
 
 
 def numbers_examples(eqn: Any, operands: Sequence[Kind]) -> bool:

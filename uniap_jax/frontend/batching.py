@@ -3,20 +3,22 @@
 Two traces of the same step at batch B and 2B have the same equations; a dimension that doubles is a batch dimension,
 a constant that doubles counts examples. Following each equation once tells whether the whole batch's value is the
 mean, the sum or the concatenation of its micro-batches' values, or whether rows mix (batch normalisation, contrastive
-losses, a ratio of sums), in which case the batch must not be split.
+losses, a ratio of sums), in which case the batch must not be split. Where no parameter enters, they may: what comes of
+it is made ahead, from the whole batch (`frontend.ahead`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from uniap_jax.core.jax_compat import Literal, Var
+from uniap_jax.core.jax_compat import Literal, Var, shape_of
 from uniap_jax.core.jaxprs import flatten, inner_jaxprs, open_jaxpr, scan_counts
 from uniap_jax.core.literals import equal_values
+from uniap_jax.frontend.ahead import Ahead, Place, read_ahead
 from uniap_jax.frontend.batch_rules import (
     ALONG,
     BODIES,
@@ -31,11 +33,14 @@ from uniap_jax.frontend.batch_rules import (
     SHAPE_ONLY,
     SUM,
     Kind,
+    added_to_sum,
     elementwise,
     mixed,
     numbers_examples,
     rows,
 )
+from uniap_jax.frontend.cut import dependent
+from uniap_jax.frontend.split import LossTape
 
 FACTOR = 2
 
@@ -55,26 +60,107 @@ def grown_dims(small: Any, large: Any) -> tuple[int, ...]:
     return tuple(d for d, (a, b) in enumerate(zip(small.shape, large.shape, strict=True)) if a != b)
 
 
-def classify(small: Any, large: Any, batch: Sequence[Var]) -> dict[Var, Kind]:
-    """Kind of every variable of the first of two aligned loss tapes, whose rows of examples are `batch`.
+def classify(small: LossTape, large: LossTape) -> tuple[dict[Var, Kind], Ahead]:
+    """Kind of every variable of the first of two aligned losses, and what is to be changed for micro-batches.
 
     Raises:
         Misaligned: the step does something else at another batch size.
     """
-    kinds: dict[Var, Kind] = {v: Kind("rows", 0) for v in batch}
-    _walk(small.eqns, large.eqns, kinds)
-    return kinds
+    kinds: dict[Var, Kind] = {v: Kind("rows", 0) for v in small.batch}
+    if len(small.state) != len(large.state):
+        raise Misaligned("the loss reads other arrays of the step at another batch size")
+    kinds |= {a: k for a, b in zip(small.state, large.state, strict=True) if (k := _handed(a, b)) is not CONST}
+    bound, found = dependent(small), _Changes()
+    for i, (a, b, operands) in enumerate(_aligned(small.eqns, large.eqns, kinds)):
+        follow = found.of if bound & set(a.outvars) else found.of_free
+        _tell(kinds, a, follow(i, a, b, operands))
+    return kinds, found.ahead(read_ahead(small, kinds))
+
+
+@dataclass(slots=True, eq=False)
+class _Changes:
+    """What has to be changed in the equations of a loss, outside of bodies, so that micro-batches can run them."""
+
+    numbers: list[Place] = field(default_factory=list)
+    literals: list[Place] = field(default_factory=list)
+    shares: list[Place] = field(default_factory=list)
+
+    def ahead(self, values: tuple[Place, ...]) -> Ahead:
+        """Beside the values that are made ahead."""
+        return Ahead(
+            values=values, numbers=tuple(self.numbers), literals=tuple(self.literals), shares=tuple(self.shares)
+        )
+
+    def of(self, i: int, a: Any, b: Any, operands: list[Kind]) -> list[Kind]:
+        """Kinds of what equation `i` makes of parameters."""
+        operands = self._kept(i, a, operands, "mixed")
+        if others := added_to_sum(a, operands):
+            self.shares += ((i, j) for j in others)
+            return [SUM]
+        if numbers_examples(a, operands):
+            self.numbers += ((i, j) for j, k in enumerate(operands) if k.position)
+            operands = [replace(k, position=False) for k in operands]
+        outs = _outputs(a, b, operands)
+        if any(k.name == "mixed" for k in outs):
+            outs = _outputs(a, b, self._kept(i, a, operands, "count"))
+        return outs
+
+    def of_free(self, i: int, a: Any, b: Any, operands: list[Kind]) -> list[Kind]:
+        """Kinds of what it makes without parameters: where examples meet in that, it can be made ahead."""
+        operands = self._kept(i, a, operands, "mixed")
+
+        def ahead(kind: Kind, x: Var, y: Var) -> Kind:
+            along = _rows_along(x, y)
+            if along is not None:
+                return Kind("rows", along, whole=True) if kind.name == "mixed" else kind
+            met = kind.name in (*LINEAR, "mixed") or (kind.name == "const" and any(k.whole for k in operands))
+            return Kind("const", whole=True) if met and not grown_dims(x.aval, y.aval) else kind
+
+        outs = _outputs(a, b, operands)
+        return [ahead(*each) for each in zip(outs, a.outvars, b.outvars, strict=True)]
+
+    def _kept(self, i: int, eqn: Any, operands: list[Kind], kind: str) -> list[Kind]:
+        """Kinds of operands whose literals of a kind stay those of the whole batch."""
+        kept = [isinstance(a, Literal) and k.name == kind for a, k in zip(eqn.invars, operands, strict=True)]
+        self.literals += ((i, j) for j, here in enumerate(kept) if here)
+        return [CONST if here else k for k, here in zip(operands, kept, strict=True)]
+
+
+def _handed(small: Var, large: Var) -> Kind:
+    """What the loss reads of what the step made before: rows where it is as long as the batch."""
+    along = _rows_along(small, large)
+    if along is None and grown_dims(small.aval, large.aval):
+        why = f"the step makes an array {small.aval.str_short()} over pairs of examples outside of the loss"
+        return Kind("mixed", reason=why, known=False)
+    return CONST if along is None else Kind("rows", along)
+
+
+def _rows_along(small: Var, large: Var) -> int | None:
+    """The one dimension that grew with the batch, None where there is none or several."""
+    grown = grown_dims(small.aval, large.aval)
+    doubled = [d for d in grown if shape_of(large).shape[d] == FACTOR * shape_of(small).shape[d]]
+    return doubled[0] if len(grown) == len(doubled) == 1 else None
 
 
 def _walk(small: Sequence[Any], large: Sequence[Any], kinds: dict[Var, Kind]) -> None:
+    for a, b, operands in _aligned(small, large, kinds):
+        _tell(kinds, a, _outputs(a, b, operands))
+
+
+def _tell(kinds: dict[Var, Kind], eqn: Any, outs: Sequence[Kind]) -> None:
+    kinds.update((v, k) for v, k in zip(eqn.outvars, outs, strict=True) if k is not CONST)
+
+
+def _aligned(
+    small: Sequence[Any], large: Sequence[Any], kinds: dict[Var, Kind]
+) -> Iterator[tuple[Any, Any, list[Kind]]]:
+    """Equations of both traces with the kinds of their operands, as `kinds` is filled."""
     if len(small) != len(large):
         raise Misaligned(f"{len(small)} equations at one batch size, {len(large)} at another")
     for a, b in zip(small, large, strict=True):
         if a.primitive is not b.primitive or len(a.invars) != len(b.invars):
             raise Misaligned(f"`{a.primitive.name}` at one batch size is `{b.primitive.name}` at another")
-        operands = [_atom_kind(x, y, kinds) for x, y in zip(a.invars, b.invars, strict=True)]
-        outs = _outputs(a, b, operands)
-        kinds.update((v, k) for v, k in zip(a.outvars, outs, strict=True) if k is not CONST)
+        yield a, b, [_atom_kind(x, y, kinds) for x, y in zip(a.invars, b.invars, strict=True)]
 
 
 def _atom_kind(small: Any, large: Any, kinds: dict[Var, Kind]) -> Kind:
@@ -155,6 +241,8 @@ def _of_reduced(eqn: Any, operands: list[Kind]) -> Kind:
             return MEAN if "mean" in names else SUM
         return mixed(eqn, "a sum over examples meets something that is not one")
     if name in ("mul", "dot_general") and set(names) in ({"sum", "const"}, {"mean", "const"}):
+        return _same(eqn, names)
+    if name == "select_n" and names[0] == "const" and set(names[1:]) in ({"sum"}, {"mean"}, {"mean", "const"}):
         return _same(eqn, names)
     if name == "div" and names[1] == "const":
         return _same(eqn, names)

@@ -94,6 +94,9 @@ def solve(
     if not alone:
         only = 1 if executor == "program" else num_stages
         stages = _attempt(costs, time_limit_s=clock.left(), num_stages=only, **fixed)
+        known = num_stages == "auto" or any(c.num_stages == num_stages for c in costs.candidates())
+        if isinstance(stages, OptionError) and equal is None and not known and _counts(costs, wanted):
+            raise _refusal(costs, wanted) from stages  # one program may have that many stages
     return _better(costs, stages, equal, reason, clock)
 
 
@@ -144,6 +147,11 @@ def _candidates(costs: CostModel, wanted: _Wanted) -> list[Candidate]:
     return [c for c in costs.equal_candidates() if matches(c)]
 
 
+def _counts(costs: CostModel, wanted: _Wanted) -> list[int]:
+    """Numbers of micro-batches that equal stages may have."""
+    return sorted({c.num_microbatches for c in costs.equal_candidates() if wanted.num_stages in ("auto", c.num_stages)})
+
+
 def _refusal(costs: CostModel, wanted: _Wanted) -> UniapError:
     """Why no candidate of equal stages matches."""
     n = costs.num_devices
@@ -159,9 +167,10 @@ def _refusal(costs: CostModel, wanted: _Wanted) -> UniapError:
     except StrategyError as error:
         return error
     why = costs.split_reason or f"micro-batches divide the batch of {costs.batch_size}"
+    have = ", ".join(map(str, _counts(costs, wanted)))
     return OptionError(
         f"no candidate of equal stages has num_microbatches={wanted.num_microbatches!r} and "
-        f"schedule={wanted.schedule!r}: {why}",
+        f"schedule={wanted.schedule!r}: {why}; use one of {have or 'none'} micro-batches",
         num_microbatches=wanted.num_microbatches,
         schedule=wanted.schedule,
     )

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from uniap_jax.core.jax_compat import Literal
 from uniap_jax.core.jaxprs import variables
 from uniap_jax.runtime.crossing import destination
-from uniap_jax.runtime.homes import Layout
+from uniap_jax.runtime.homes import REPLICATED, Layout
 from uniap_jax.runtime.presence import is_elsewhere, is_here, laid, on_devices, shards_of
 from uniap_jax.runtime.programs import Program, as_function, build, known_mesh, shape_of
 from uniap_jax.runtime.stage_programs import operand_sharding
@@ -73,8 +73,27 @@ class Held:
         return self._views[leaf, stage]
 
 
+BEFORE = "_before"
+"""How the names of programs end that make what a stage reads once per step."""
+
+
+def whole_rows(layout: Layout, leaf: int, stage: int) -> NamedSharding:
+    """Layout of a leaf of the whole batch on a stage: its rows over all devices where that divides."""
+    mesh = layout.meshes[stage]
+    divides = layout.graph.step.batch[leaf].shape[0] % mesh.size == 0
+    return layout.on(stage, PartitionSpec(mesh.axis_names) if divides else REPLICATED)
+
+
+def whole_leaf(layout: Layout, leaf: int, array: Any, target: NamedSharding) -> Any:
+    """A leaf of the whole batch on a stage's devices, as far as they are this process's."""
+    if is_elsewhere(array) and is_here(target.device_set):
+        here = on_devices(array, known_mesh(target), f"batch leaf {layout.graph.step.batch[leaf].name}")
+        return jax.device_put(here, target)
+    return laid(array, target)
+
+
 class Begin:
-    """Parameters and state operands of one stage, computed from the state once per step.
+    """Parameters and state operands of one stage, computed from the state and the whole batch once per step.
 
     Args:
         layout: graph under its plan.
@@ -84,7 +103,7 @@ class Begin:
 
     def __init__(self, layout: Layout, spec: StageSpec, leaves: Leaves) -> None:
         flow, graph, stage = layout.before, layout.graph, spec.stage
-        self._stage = stage
+        self._layout, self._stage = layout, stage
         self._atoms: list[Any] = [flow.outvars[p] for p in spec.params if layout.params[p].stage == stage]
         self.params = tuple(p for p in spec.params if layout.params[p].stage == stage)
         self.operands = tuple(o for o in spec.operands if graph.operands[o].kind == "state")
@@ -103,16 +122,16 @@ class Begin:
             s if made else leaves.shape(self._direct[a], stage).sharding
             for a, s, made in zip(self._atoms, shardings, self._is_made, strict=True)
         ]
-        self._inputs: list[int] = []
+        self._inputs: list[tuple[str, int]] = []
         self._program: Program | None = None
         if any(self._is_made):
             jaxpr, inputs = flow.cone(a for a, made in zip(self._atoms, self._is_made, strict=True) if made)
-            self._inputs = [flow.sources[v][1] for v in inputs if v in flow.sources]
+            self._inputs = [flow.sources[v] for v in inputs if v in flow.sources]
             run = as_function(jaxpr, inputs, flow.consts)
             self._program = build(
-                f"stage_{stage}_before",
+                f"stage_{stage}{BEFORE}",
                 lambda args: run(*args),
-                [[leaves.shape(i, stage) for i in self._inputs]],
+                [[leaves.shape(i, stage) if kind == "state" else self._rows(i) for kind, i in self._inputs]],
                 mesh=layout.meshes[stage],
                 outputs=[s for s, made in zip(shardings, self._is_made, strict=True) if made],
             )
@@ -122,15 +141,23 @@ class Begin:
         """None or one."""
         return () if self._program is None else (self._program,)
 
-    def __call__(self, state: Held) -> list[Any]:
+    def __call__(self, state: Held, batch: Sequence[Any]) -> list[Any]:
         """Arrays for `params` at home here, then for `operands`."""
         made: Any = iter(())
         if self._program is not None:
-            made = iter(self._program([state.fetch(i, self._stage) for i in self._inputs]))
+            made = iter(self._program([self._fetch(kind, i, state, batch) for kind, i in self._inputs]))
         return [
             next(made) if is_made else state.fetch(self._direct[a], self._stage)
             for a, is_made in zip(self._atoms, self._is_made, strict=True)
         ]
+
+    def _fetch(self, kind: str, i: int, state: Held, batch: Sequence[Any]) -> Any:
+        if kind == "state":
+            return state.fetch(i, self._stage)
+        return whole_leaf(self._layout, i, batch[i], whole_rows(self._layout, i, self._stage))
+
+    def _rows(self, leaf: int) -> jax.ShapeDtypeStruct:
+        return shape_of(self._layout.graph.step.batch[leaf], whole_rows(self._layout, leaf, self._stage))
 
 
 def _lies(leaf: jax.ShapeDtypeStruct, sharding: NamedSharding) -> bool:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from uniap_jax.core.branches import without_conds
-from uniap_jax.core.graph import LayerGraph, Value
+from uniap_jax.core.graph import LayerGraph, Step, Value
 from uniap_jax.core.jax_compat import ClosedJaxpr, JaxprEqn, Literal, Var
 from uniap_jax.core.jaxprs import close, flatten, live_eqns, variables
 
@@ -60,7 +60,7 @@ def update_flow(graph: LayerGraph) -> Flow:
     step = graph.step
     kinds = (
         *(("state", i) for i in range(len(step.state))),
-        *(("batch", i) for i in range(len(step.batch))),
+        *_batch_kinds(step),
         *(("result", i) for i in range(len(graph.results))),
         *(("grad", i) for i in range(len(graph.params))),
     )
@@ -69,7 +69,12 @@ def update_flow(graph: LayerGraph) -> Flow:
 
 def before_flow(graph: LayerGraph) -> Flow:
     """`step.before` as a flow; outputs are the parameters, then the state operands."""
-    return _flow(graph.step.before, tuple(("state", i) for i in range(len(graph.step.state))))
+    step = graph.step
+    return _flow(step.before, (*(("state", i) for i in range(len(step.state))), *_batch_kinds(step)))
+
+
+def _batch_kinds(step: Step) -> list[tuple[str, int]]:
+    return [("batch", i) for i in range(len(step.batch))]
 
 
 def _flow(jaxpr: ClosedJaxpr, kinds: Sequence[tuple[str, int]]) -> Flow:

@@ -87,6 +87,12 @@ class Layout:
         """Of every state leaf."""
         return tuple(self.on(home.stage, home.spec) for home in self.leaves)
 
+    @property
+    def rows_read(self) -> dict[int, set[int]]:
+        """For each leaf of the batch that `before` reads whole, the stages it does that for."""
+        found = _read_by(self.graph, self.plan, self.params, self.before)
+        return {leaf: stages for (kind, leaf), stages in found.items() if kind == "batch"}
+
     def stage_of(self, layer: int) -> int:
         """Stage of a layer."""
         return self.plan.layers[layer].stage
@@ -172,7 +178,7 @@ def _leaf_homes(
         homes[leaf] = LeafHome(stage=home.stage, spec=spec)
     if plan.num_stages == 1:
         return tuple(h or LeafHome(stage=0) for h in homes)
-    votes = _read_by(graph, plan, params, before)
+    votes = {leaf: stages for (kind, leaf), stages in _read_by(graph, plan, params, before).items() if kind == "state"}
     for leaf, stages in _met_by(update, graph, plan, params, homes).items():
         votes.setdefault(leaf, set()).update(stages)
     alone = {leaf: next(iter(stages)) for leaf, stages in votes.items() if len(stages) == 1}
@@ -199,19 +205,21 @@ def operand_stages(graph: LayerGraph, plan: Plan) -> dict[int, set[int]]:
     return found
 
 
-def _read_by(graph: LayerGraph, plan: Plan, params: Sequence[ParamHome], before: Flow) -> dict[int, set[int]]:
-    """State leaves that stages read through `before`."""
+def _read_by(
+    graph: LayerGraph, plan: Plan, params: Sequence[ParamHome], before: Flow
+) -> dict[tuple[str, int], set[int]]:
+    """For each leaf of state and batch that `before` reads, the stages it does that for."""
     count = len(graph.params)
     wanted: list[tuple[Any, set[int]]] = [(before.outvars[p], {home.stage}) for p, home in enumerate(params)]
     stages = operand_stages(graph, plan)
     for i, operand in enumerate(graph.operands):
         if operand.kind == "state" and i in stages:
             wanted.append((before.outvars[count + operand.leaf], stages[i]))
-    found: dict[int, set[int]] = {}
+    found: dict[tuple[str, int], set[int]] = {}
     for atom, readers in wanted:
         for var in live_eqns(before.eqns, [atom])[1]:
             if var in before.sources:
-                found.setdefault(before.sources[var][1], set()).update(readers)
+                found.setdefault(before.sources[var], set()).update(readers)
     return found
 
 

@@ -261,7 +261,7 @@ class Pipeline:
         return programs.update(state, held, batch, results, grads)
 
     def _start(self, programs: Programs, state: Held, batch: Sequence[Any]) -> list[_Live]:
-        begun = [begin(state) for begin in programs.begin]
+        begun = [begin(state, batch) for begin in programs.begin]
         params: dict[int, Any] = {}
         for begin, arrays in zip(programs.begin, begun, strict=True):
             params.update(zip(begin.params, arrays, strict=False))

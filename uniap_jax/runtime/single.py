@@ -29,7 +29,7 @@ def batch_shardings(layout: Layout) -> tuple[NamedSharding, ...]:
     Over several processes a leaf that several stages read is on all devices: no stage then waits for another's rows.
     """
     specs: dict[int, tuple[int, PartitionSpec]] = {}
-    readers: dict[int, set[int]] = {}
+    readers = layout.rows_read
     for layer, sharding in zip(layout.graph.layers, layout.layers, strict=True):
         for position, o in enumerate(layer.operands):
             operand = layout.graph.operands[o]
@@ -133,7 +133,7 @@ def _evaluate(jaxpr: ClosedJaxpr, *args: Any) -> list[Any]:
 def train_step(layout: Layout, state: Sequence[Any], batch: Sequence[Any]) -> list[Any]:
     """The step as a function of flat leaves: before, loss and gradients, update."""
     step, count = layout.graph.step, len(layout.graph.params)
-    ready = _evaluate(step.before, *state)
+    ready = _evaluate(step.before, *state, *batch)
     results, grads = loss_and_grads(layout, ready[:count], ready[count:], batch)
     return _evaluate(step.update, *state, *batch, *results, *grads)
 

@@ -138,7 +138,7 @@ class UniformProgram:
 
     def _train_step(self, state: Sequence[Any], batch: Sequence[Any]) -> list[Any]:
         step, count = self.graph.step, len(self.graph.params)
-        ready = _evaluate(step.before, *state)
+        ready = _evaluate(step.before, *state, *batch)
         results, grads = loss_and_grads(self.pipeline, ready[:count], ready[count:], batch)
         grads = [
             g if g.dtype == jax.dtypes.float0 else jax.lax.with_sharding_constraint(g, s)

@@ -14,10 +14,10 @@ from jax.sharding import NamedSharding
 from uniap_jax.core.jax_compat import Var
 from uniap_jax.runtime.crossing import Crossing, Way, carried, programs_of, way_to
 from uniap_jax.runtime.evaluate import spread
-from uniap_jax.runtime.feed import Held, Leaves
+from uniap_jax.runtime.feed import Held, Leaves, whole_leaf
 from uniap_jax.runtime.homes import REPLICATED, Layout
-from uniap_jax.runtime.presence import absent, is_elsewhere, is_here, laid, on_devices
-from uniap_jax.runtime.programs import Program, as_function, aval_shape, build, is_key, known_mesh, shape_of
+from uniap_jax.runtime.presence import absent, is_here
+from uniap_jax.runtime.programs import Program, as_function, aval_shape, build, is_key, shape_of
 from uniap_jax.runtime.update_split import JOIN, Piece
 
 SMALL_METRIC_BYTES = 2**20
@@ -318,16 +318,8 @@ class Update:
         if kind == "state":
             return held.fetch(i, stage)
         if kind == "batch":
-            return self._row(i, batch[i], stage)
+            return whole_leaf(self._layout, i, batch[i], self._layout.on(stage))
         return results[i] if kind == "result" else grads[i]
-
-    def _row(self, number: int, leaf: Any, stage: int) -> Any:
-        """A leaf of the batch on a stage's devices."""
-        target = self._layout.on(stage)
-        if is_elsewhere(leaf) and is_here(target.device_set):
-            leaf = on_devices(leaf, known_mesh(target), f"batch leaf {self._layout.graph.step.batch[number].name}")
-            return jax.device_put(leaf, target)
-        return laid(leaf, target)
 
 
 def _stage_of(piece: Piece) -> int:

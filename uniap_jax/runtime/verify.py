@@ -13,9 +13,11 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from uniap_jax.core.graph import LayerGraph
+from uniap_jax.core.jaxprs import open_jaxpr, variables
 from uniap_jax.core.plan import Plan
 from uniap_jax.runtime.crossing import CROSSING
 from uniap_jax.runtime.executable import ParallelStep
+from uniap_jax.runtime.feed import BEFORE
 from uniap_jax.runtime.mesh_axes import collectives_by_axis
 from uniap_jax.runtime.pipeline import Pipeline
 from uniap_jax.runtime.programs import Program
@@ -152,14 +154,23 @@ def _problems(
     for fact in facts:
         for line in fact.full_copies:
             yield f"{fact.name} reshards through a full copy in {line}"
-        crossing = {"collective-permute"} if fact.name.startswith(CROSSING) else set()
-        for kind in sorted(set(fact.collectives) - foreseen(step.plan, fact.stage) - crossing):
+        own = {"collective-permute"} if fact.name.startswith(CROSSING) else set[str]()
+        if fact.name.endswith(BEFORE) and _meets_ahead(step.graph):
+            own = set(KINDS)
+        for kind in sorted(set(fact.collectives) - foreseen(step.plan, fact.stage) - own):
             yield (
                 f"{fact.name} has {fact.collectives[kind]} {kind} that no strategy of stage {fact.stage} asks for, in "
                 f"{fact.places[kind]}"
             )
     for program in step.programs:
         yield from _layout_problems(step, program)
+
+
+def _meets_ahead(graph: LayerGraph) -> bool:
+    """Whether something is made of the whole batch before the loss: its rows come together for that."""
+    before = open_jaxpr(graph.step.before)
+    rows = set(before.invars[len(graph.step.state) :])
+    return any(v in rows for eqn in before.eqns for v in variables(eqn.invars))
 
 
 def foreseen(plan: Plan, stage: int) -> set[str]:
@@ -262,16 +273,21 @@ def _warnings(step: ParallelStep) -> tuple[str, ...]:
     """What the compiler says about reshardings that replicate an array, one line each."""
     run = step.executor
     fresh = isinstance(run, SingleStage | Pipeline | UniformProgram) and not run.is_built
-    with _standard_error() as lines:
+    with standard_error() as lines:
         for program in step.programs:  # compiled here where the step is fresh
             if not fresh:
                 program.lowered.compile()
+    return full_copies(lines)
+
+
+def full_copies(lines: Iterable[str]) -> tuple[str, ...]:
+    """Those of the compiler's lines that tell of a full copy, each once."""
     return tuple(dict.fromkeys(line for line in lines if FULL_COPY in line))
 
 
 @contextmanager
-def _standard_error() -> Iterator[list[str]]:
-    """Lines that the process's native code writes to standard error, then given back to it."""
+def standard_error() -> Iterator[list[str]]:
+    """Lines that native code writes to standard error, known at the end; all but those of full copies are passed on."""
     lines: list[str] = []
     sys.stderr.flush()
     saved = os.dup(2)

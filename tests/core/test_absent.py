@@ -1,5 +1,7 @@
 import importlib.util
 import os
+import subprocess
+import sys
 from importlib import resources
 
 import pytest
@@ -84,6 +86,20 @@ def test_every_described_card_can_be_compiled_for(card):
     assert {d.device_kind for d in devices} == {cluster.kind}
     assert len(absent_devices(cluster, 4)) == 16
     assert dict(os.environ) == before
+
+
+@cuda
+def test_a_plugin_that_has_withdrawn_says_how_to_start():
+    """It looks for a driver unless jax was told to use CPUs; an old cupti or none is enough to make it withdraw."""
+    code = (
+        "from uniap_jax.core.absent import stage_devices\nfrom uniap_jax.core.cluster import load_cluster\n"
+        "from uniap_jax.core.errors import ProfileError\n"
+        "try:\n    print(len(stage_devices(load_cluster('h100:8'), 1)))\n"
+        "except ProfileError as error:\n    print(error.field, error)"
+    )
+    environ = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=environ)
+    assert out.stdout.startswith(("8", "JAX_PLATFORMS")), out.stderr
 
 
 def test_a_card_without_a_compiler_description_names_those_that_have_one(monkeypatch, tmp_path):

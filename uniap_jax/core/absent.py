@@ -60,6 +60,13 @@ def stage_devices(cluster: Cluster, num_stages: int) -> list[Any]:
             found = topologies.get_topology_desc(
                 platform="cuda", topology_name="", topology=f"1x{nodes}x{cards}", target_config=card
             )
+    except NotImplementedError as error:
+        raise ProfileError(
+            f"jax offers no {cluster.platform} compiler for {cluster.name}: its plugin looked for a driver when jax "
+            "started, and withdrew; start Python with JAX_PLATFORMS=cpu, or use --source described",
+            field="JAX_PLATFORMS",
+            name=topology,
+        ) from error
     except (RuntimeError, ValueError) as error:  # jax raises either, from C++
         raise ProfileError(
             f"the {cluster.platform} compiler has no topology {topology!r} ({str(error).splitlines()[0][:200]}); "

@@ -104,10 +104,9 @@ def test_what_the_compiler_cannot_fit_is_a_fact_other_failures_are_notes(graph, 
 
 
 @cuda
-@pytest.mark.parametrize("name", ["a100-80g:1x4", "h100:1x4"])
-def test_layers_compiled_for_cards_that_are_not_here(graph, tmp_path, name):
+def test_layers_compiled_for_cards_that_are_not_here(graph, tmp_path):
     given = {"source": "compiled", "num_stages": (1, 2), "num_microbatches": 1, "keeps": ("all",)}
-    found = profile(graph, load_cluster(name), cache_dir=tmp_path, budget_s=30.0, **given)
+    found = profile(graph, load_cluster("h100:1x4"), cache_dir=tmp_path, budget_s=20.0, **given)
     assert found.source == "compiled"
     assert found.counts()["compiled"] >= 3
     assert not [n for n in found.notes if "could not be compiled" in n or "is described:" in n]

@@ -33,11 +33,10 @@ def test_one_stage(strategy: str) -> None:
     assert ("reduce-scatter" in program.collectives) == (strategy == "fsdp=4")  # unlike on CPUs, a real one
 
 
-def test_a_pipeline_of_programs_between_nodes() -> None:
-    """Each stage is a topology of its own; what crosses between them is no program."""
-    _, found = verified(
-        support.residual(aux=False), "a100-80g:2x2", num_stages=2, num_microbatches=4, executor="stages"
-    )
+@pytest.mark.parametrize("model", [support.residual(aux=False), support.gpt(layers=2, dropout=0.1)])
+def test_a_pipeline_of_programs_between_nodes(model: tuple[Any, Any, Any]) -> None:
+    """Each stage is a topology of its own; what crosses is no program, and dropout's numbers are placed by a step."""
+    _, found = verified(model, "a100-80g:2x2", num_stages=2, num_microbatches=4, executor="stages")
     assert found.ok, found.problems
     assert len(found.stages) == 2
     assert all(s.compiled_bytes > 0 for s in found.stages)

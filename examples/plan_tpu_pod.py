@@ -2,6 +2,7 @@
 
     python examples/plan_tpu_pod.py                      # needs jax[tpu] for the compiler; without it, the plan alone
     python examples/plan_tpu_pod.py --topology v5p:2x2x4
+    python examples/plan_tpu_pod.py --topology h100:2x8  # needs jax[cuda13], and JAX_PLATFORMS=cpu where no driver is
     uniap-jax plan --step examples/plan_tpu_pod.py:build --topology v5e:4x4 --verify
 
 Nothing is allocated: the state is described by `jax.eval_shape`. The layers are one `nn.scan`, so that sixteen chips on
@@ -12,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import time
-from importlib.util import find_spec
 from typing import Any
 
 import jax
@@ -23,6 +23,7 @@ from flax.training import train_state
 
 import uniap_jax as uniap
 from uniap_jax.core.absent import absent_devices
+from uniap_jax.core.errors import ProfileError
 from uniap_jax.runtime.verify import verify
 
 
@@ -90,10 +91,15 @@ def main(topology: str = "v5e:4x4", *, num_stages: int | str = 4, compiles: bool
     plan = uniap.solve(uniap.estimate(graph, cluster), executor="program", num_stages=num_stages)
     print(f"{count / 1e9:.2f} billion parameters, planned in {time.perf_counter() - started:.0f} s")
     print(plan)
-    if not compiles or not find_spec("libtpu"):
+    if not compiles:
         return
     started = time.perf_counter()
-    found = verify(uniap.compile_plan(graph, plan, devices=absent_devices(cluster)), full_copies=False)
+    try:
+        devices = absent_devices(cluster)
+    except ProfileError as error:
+        print(error)
+        return
+    found = verify(uniap.compile_plan(graph, plan, devices=devices), full_copies=False)
     print(f"compiled for {topology} in {time.perf_counter() - started:.0f} s")
     stage = found.stages[0]
     print(f"peak memory per device: {stage.compiled_bytes / 2**30:.2f} GiB compiled, ", end="")

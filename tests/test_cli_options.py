@@ -86,11 +86,11 @@ def test_only_the_demo_asks_for_virtual_devices_by_itself() -> None:
         assert parse([verb, *STEP]).devices is None
 
 
-def fresh_environment(devices: int | None, **environ: str) -> dict[str, str]:
+def fresh_environment(devices: int | None, *, absent: bool = False, **environ: str) -> dict[str, str]:
     """What `--devices` leaves in the environment of a process that has not imported jax."""
     code = (
         "import json, sys\nfrom uniap_jax.cli.environment import set_environment\n"
-        f"environ = {environ!r}\nset_environment({devices}, environ=environ)\n"
+        f"environ = {environ!r}\nset_environment({devices}, absent={absent}, environ=environ)\n"
         "assert 'jax' not in sys.modules\nprint(json.dumps(environ))"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
@@ -108,6 +108,11 @@ def test_devices_keep_other_flags_and_get_threads_enough() -> None:
     assert fresh_environment(16)["NPROC"] == "128"
     assert fresh_environment(8, NPROC="200")["NPROC"] == "200"
     assert fresh_environment(None, A="b") == {"A": "b"}
+
+
+def test_planning_for_devices_that_are_not_here_starts_no_accelerator() -> None:
+    assert fresh_environment(None, absent=True) == {"JAX_PLATFORMS": "cpu"}
+    assert fresh_environment(None, absent=True, JAX_PLATFORMS="cuda,cpu") == {"JAX_PLATFORMS": "cuda,cpu"}
 
 
 def test_devices_after_jax_has_started_are_an_error() -> None:

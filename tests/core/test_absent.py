@@ -1,5 +1,8 @@
 import importlib.util
 import os
+import subprocess
+import sys
+from importlib import resources
 
 import pytest
 
@@ -9,6 +12,9 @@ from uniap_jax.core.cluster import load_cluster, local_cluster
 from uniap_jax.core.errors import ProfileError
 
 HERE = importlib.util.find_spec("libtpu") is not None
+cuda = pytest.mark.skipif(
+    importlib.util.find_spec("jax_cuda13_plugin") is None, reason="the compiler of NVIDIA cards comes with jax[cuda13]"
+)
 
 
 @pytest.mark.parametrize(
@@ -69,3 +75,42 @@ def test_topologies_that_the_compiler_does_not_know():
     with pytest.raises(ProfileError) as error:  # the compiler sees cores, the description chips
         stage_devices(load_cluster("v4:2x2x2"), 1)
     assert (error.value.field, error.value.wanted, error.value.found) == ("num_devices", 8, 16)
+
+
+@cuda
+@pytest.mark.parametrize("card", ["a100-40g", "a100-80g", "h100", "h200"])
+def test_every_described_card_can_be_compiled_for(card):
+    before, cluster = dict(os.environ), load_cluster(f"{card}:2x8")
+    devices = absent_devices(cluster)
+    assert [d.id for d in devices] == list(range(16))
+    assert {d.device_kind for d in devices} == {cluster.kind}
+    assert len(absent_devices(cluster, 4)) == 16
+    assert dict(os.environ) == before
+
+
+@cuda
+def test_a_plugin_that_has_withdrawn_says_how_to_start():
+    """It looks for a driver unless jax was told to use CPUs; an old cupti or none is enough to make it withdraw."""
+    code = (
+        "from uniap_jax.core.absent import stage_devices\nfrom uniap_jax.core.cluster import load_cluster\n"
+        "from uniap_jax.core.errors import ProfileError\n"
+        "try:\n    print(len(stage_devices(load_cluster('h100:8'), 1)))\n"
+        "except ProfileError as error:\n    print(error.field, error)"
+    )
+    environ = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=environ)
+    assert out.stdout.startswith(("8", "JAX_PLATFORMS")), out.stderr
+
+
+def test_a_card_without_a_compiler_description_names_those_that_have_one(monkeypatch, tmp_path):
+    monkeypatch.setattr(absent, "find_spec", lambda name: True)
+    text = (
+        resources.files("uniap_jax")
+        .joinpath("profiles/h100.json")
+        .read_text()
+        .replace('"name": "h100"', '"name": "own"')
+    )
+    (tmp_path / "own.json").write_text(text)
+    with pytest.raises(ProfileError, match="source described") as error:
+        stage_devices(load_cluster(f"{tmp_path / 'own.json'}:8"), 1)
+    assert "h100" in error.value.known

@@ -16,6 +16,9 @@ from uniap_jax.profiler.hlo import Collective, Kernel, Program
 from uniap_jax.profiler.order import entries
 
 tpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="the TPU compiler comes with jax[tpu]")
+cuda = pytest.mark.skipif(
+    importlib.util.find_spec("jax_cuda13_plugin") is None, reason="the compiler of NVIDIA cards comes with jax[cuda13]"
+)
 
 
 @pytest.fixture(scope="module")
@@ -98,3 +101,19 @@ def test_what_the_compiler_cannot_fit_is_a_fact_other_failures_are_notes(graph, 
         cost = compiler.measure(entry)
         assert (cost.origin if cost else None) == origin
         assert bool(compiler.notes) == (origin is None)
+
+
+@cuda
+def test_layers_compiled_for_cards_that_are_not_here(graph, tmp_path):
+    given = {"source": "compiled", "num_stages": (1, 2), "num_microbatches": 1, "keeps": ("all",)}
+    found = profile(graph, load_cluster("h100:1x4"), cache_dir=tmp_path, budget_s=20.0, **given)
+    assert found.source == "compiled"
+    assert found.counts()["compiled"] >= 3
+    assert not [n for n in found.notes if "could not be compiled" in n or "is described:" in n]
+    assert all(c.time_s > 0 and c.transient_bytes >= 0 for _, c in found.entries)
+
+
+@cuda
+def test_cards_have_no_cycles(tmp_path):
+    cluster = load_cluster("h100:1x8")
+    assert measure_cycle(cluster, stage_devices(cluster, 8), Cache(tmp_path)) == 0.0

@@ -29,12 +29,22 @@ def replica(text="data=1", samples=2, *, layer=0, fused=False, summed=True, mapp
 def test_one_replica_stands_for_all_data_ways_and_stages(describer):
     """8 samples in 2 micro-batches over 2 devices: one device has 2."""
     found = entries(describer, num_stages="auto", num_microbatches=(2, 4), keeps=("all",))
-    alike = [e for e in found if e.layer == 0 and replica_of(e, describer.graph) == replica(mapped=True)]
+    alike = [e for e in found if e.layer == 0 and replica_of(e, describer.graph, "cpu") == replica(mapped=True)]
     assert {(e.num_stages, e.num_microbatches, str(e.strategy)) for e in alike} == {(4, 2, "data=2")}
-    alone = replica_of(next(e for e in alike), describer.graph)
+    alone = replica_of(next(e for e in alike), describer.graph, "cpu")
     assert (alone.strategy, alone.samples, alone.local) == (Strategy(), 2, 2.0)
-    varied = by_variety(by_value(found, describer), describer.graph)
-    assert len({replica_of(e, describer.graph) for e in varied}) == len(varied) < len(found)
+    varied = by_variety(by_value(found, describer), describer.graph, "cpu")
+    assert len({replica_of(e, describer.graph, "cpu") for e in varied}) == len(varied) < len(found)
+
+
+def test_two_replicas_where_gradients_meet_in_a_gpu_program(describer):
+    found = entries(describer, num_stages=1, num_microbatches=(1, 2), keeps=("all",))
+    for e in (e for e in found if e.layer == 0):
+        alone, gpu = (replica_of(e, describer.graph, platform) for platform in ("cpu", "gpu"))
+        meets = e.strategy.data > 1 and not gpu.mapped
+        assert gpu.strategy.data == (2 if meets else 1)
+        assert gpu.samples == alone.samples * gpu.strategy.data
+        assert gpu.local == alone.local
 
 
 @pytest.mark.parametrize("keep", ["all", "inputs"])
@@ -98,7 +108,7 @@ def test_between_two_batches_memory_lies_on_their_line_and_alone_is_scaled(descr
         for e in entries(describer, num_stages=4, num_microbatches=1, keeps=("all",))
         if e.layer == 0 and str(e.strategy) == "data=2"
     )
-    wanted = replica_of(entry, graph)
+    wanted = replica_of(entry, graph, "cpu")
     told = describer.cost(graph.layers[0], entry.strategy, samples=entry.key.samples, fused=False)
     assert Footprints(describer, {}).of(wanted, told).kept_bytes == told.kept_bytes
 

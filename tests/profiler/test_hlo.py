@@ -93,12 +93,62 @@ def test_a_program_as_the_tpu_compiler_writes_it():
         ("replica_groups={{0,2},{1,3}}, x", (2, 2)),
         ("replica_groups=mesh['x0'=2,'x1'=2,'x2'=2] {'x0','x2'}, x", (4, 1)),
         ("replica_groups=mesh['data'=4,'tensor'=2]{'data'}", (4, 2)),
+        ("replica_groups=mesh['data'=8] {'data':(2)2}, x", (2, 2)),
         ("source_target_pairs={{0,2},{2,0}}", (2, 2)),
         ("dimensions={0}", (1, 1)),
     ],
 )
 def test_groups_in_every_syntax(text, group):
     assert group_of(text) == group
+
+
+GPU = """
+HloModule jit_f, is_scheduled=true
+
+%gemm_fusion_dot_computation (parameter_0: bf16[16,8,32], parameter_1: bf16[8,32,128]) -> f32[8,16,128] {
+  %parameter_1 = bf16[8,32,128]{2,1,0} parameter(1)
+  %parameter_0 = bf16[16,8,32]{2,1,0} parameter(0)
+  %dot.14 = f32[8,128,16]{1,2,0} dot(%parameter_1, %parameter_0), lhs_batch_dims={0}, lhs_contracting_dims={1}, \
+rhs_batch_dims={1}, rhs_contracting_dims={2}, backend_config={"sizes":["16"]}
+  ROOT %bitcast.3 = f32[8,16,128]{2,1,0} bitcast(%dot.14)
+}
+
+ENTRY %main (x: bf16[8,32,32,32], w: bf16[64,3,3,32], a: bf16[16,8,32], b: bf16[8,32,128]) -> f32[8,16,128] {
+  %x = bf16[8,32,32,32]{3,2,1,0} parameter(0)
+  %w = bf16[64,3,3,32]{3,2,1,0} parameter(1)
+  %a = bf16[16,8,32]{2,1,0} parameter(2)
+  %b = bf16[8,32,128]{2,1,0} parameter(3)
+  %cudnn-conv.1 = (bf16[8,32,32,64]{3,2,1,0}, u8[0]{0}) custom-call(%x, %w), window={size=3x3 pad=1_1x1_1}, \
+dim_labels=b01f_o01i->b01f, custom_call_target="__cudnn$convForward"
+  %y = bf16[8,32,32,64]{3,2,1,0} get-tuple-element(%cudnn-conv.1), index=0
+  %cudnn-conv-bw-filter.1 = (bf16[64,3,3,32]{3,2,1,0}, u8[0]{0}) custom-call(%x, %y), \
+window={size=3x3 pad=1_1x1_1}, dim_labels=b01f_o01i->b01f, custom_call_target="__cudnn$convBackwardFilter"
+  %cudnn-conv-bw-input.1 = (bf16[8,32,32,32]{3,2,1,0}, u8[0]{0}) custom-call(%y, %w), \
+window={size=3x3 pad=1_1x1_1}, dim_labels=b01f_o01i->b01f, custom_call_target="__cudnn$convBackwardInput"
+  %all-gather-start = (bf16[16,8,32]{2,1,0}, bf16[32,8,32]{2,1,0}) all-gather-start(%a), channel_id=1, \
+replica_groups=mesh['axis_0'=2,'axis_1'=4] {'axis_0'}, dimensions={0}, \
+backend_config={"collective_backend_config":{"is_sync":true}}
+  %all-gather-done = bf16[32,8,32]{2,1,0} all-gather-done(%all-gather-start)
+  %reduce-scatter-start = ((bf16[8,32,128]{2,1,0}), bf16[1,32,128]{2,1,0}) reduce-scatter-start(%b), channel_id=2, \
+replica_groups=mesh['axis_0'=8] {'axis_0'}, dimensions={0}, \
+backend_config={"collective_backend_config":{"is_sync":false}}
+  %reduce-scatter-done = bf16[1,32,128]{2,1,0} reduce-scatter-done(%reduce-scatter-start)
+  ROOT %gemm_fusion_dot = f32[8,16,128]{2,1,0} fusion(%a, %b), kind=kCustom, calls=%gemm_fusion_dot_computation
+}
+"""
+
+
+def test_a_program_as_the_gpu_compiler_writes_it():
+    found = read_program(GPU)
+    convolutions = [k.flops for k in found.kernels if k.opcode == "custom-call"]
+    assert convolutions == [2 * 8 * 32 * 32 * 64 * 9 * 32] * 3  # the same product three ways
+    assert found.kernels[-1].flops == 2 * 16 * 128 * 8 * 32
+    assert found.kernels[-1].dtype == "bf16"  # at the rate of what it takes, not of the parts it sums
+    gather, scatter = found.collectives
+    assert (gather.kind, gather.size, gather.stride, gather.hidden) == ("all_gather", 2, 4, False)  # it is waited for
+    assert gather.nbytes == 2 * 2 * 16 * 8 * 32
+    assert (scatter.kind, scatter.size, scatter.hidden) == ("reduce_scatter", 8, True)
+    assert scatter.nbytes == 2 * 8 * 32 * 128
 
 
 def test_types():

@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     output = claim_stdout(as_json=options.json)
     start_logging(verbose=options.verbose)
     try:
-        set_environment(options.devices)
+        set_environment(options.devices, absent=bool(vars(options).get("topology")))
         code = options.verb(options, output)
     except UniapError as error:
         code = failure(error, output)

@@ -15,17 +15,23 @@ THREADS = "NPROC"
 FEWEST_THREADS = 64
 
 
-def set_environment(devices: int | None, *, environ: MutableMapping[str, str] = os.environ) -> None:
+def set_environment(
+    devices: int | None, *, absent: bool = False, environ: MutableMapping[str, str] = os.environ
+) -> None:
     """Asks for virtual CPU devices and a thread pool that is large enough for them.
 
     Args:
         devices: number of virtual CPU devices; None leaves jax's own choice of platform alone.
+        absent: planning is for devices that are not here. Nothing runs then, and jax's plugin for NVIDIA cards would
+            look for a driver and take its compiler away where there is none.
         environ: of the process.
 
     Raises:
         UsageError: jax has already started, too late to change it.
     """
     if devices is None:
+        if absent:
+            environ.setdefault("JAX_PLATFORMS", "cpu")
         return
     kept = [flag for flag in environ.get("XLA_FLAGS", "").split() if not flag.startswith(DEVICE_FLAG)]
     environ["XLA_FLAGS"] = " ".join([*kept, f"{DEVICE_FLAG}={devices}"])

@@ -50,6 +50,7 @@ def stage_devices(cluster: Cluster, num_stages: int) -> list[Any]:
     name, shape = part_of(cluster, num_stages)
     wanted = cluster.num_devices // num_stages
     topology = f"{name}:{'x'.join(map(str, shape))}"
+    card = _card(name) if cluster.platform == "gpu" else ""
     try:
         if cluster.platform == "tpu":
             with _environment(TPU_SETTINGS):
@@ -57,8 +58,15 @@ def stage_devices(cluster: Cluster, num_stages: int) -> list[Any]:
         else:
             nodes, cards = shape if len(shape) == 2 else (1, shape[0])
             found = topologies.get_topology_desc(
-                platform="cuda", topology_name="", topology=f"1x{nodes}x{cards}", target_config=_card(name)
+                platform="cuda", topology_name="", topology=f"1x{nodes}x{cards}", target_config=card
             )
+    except NotImplementedError as error:
+        raise ProfileError(
+            f"jax offers no {cluster.platform} compiler for {cluster.name}: its plugin looked for a driver when jax "
+            "started, and withdrew; start Python with JAX_PLATFORMS=cpu, or use --source described",
+            field="JAX_PLATFORMS",
+            name=topology,
+        ) from error
     except (RuntimeError, ValueError) as error:  # jax raises either, from C++
         raise ProfileError(
             f"the {cluster.platform} compiler has no topology {topology!r} ({str(error).splitlines()[0][:200]}); "

@@ -96,7 +96,7 @@ def profile(
     ranked = by_value(found, describer, first)
     footprinter = Footprinter(describer=describer, prober=prober)
     footprints = run_entries(
-        by_variety(ranked, describer.graph),
+        by_variety(ranked, describer.graph, cluster.platform),
         footprinter,
         deadline_s=time.monotonic() + MEMORY_SHARE * (start + budget_s - time.monotonic()),
         progress=progress,
@@ -123,10 +123,11 @@ def profile(
 
 
 def _absent_stages(cluster: Cluster, found: Sequence[Entry]) -> dict[int, Sequence[Any]]:
-    """Devices to compile for, by their number: of every stage, and of one replica where it fills a box."""
+    """Devices to compile for, by their number: of every stage, and of one replica and of two where they fill a box."""
     sizes = dict.fromkeys([e.strategy.num_devices for e in found])
     absent: dict[int, Sequence[Any]] = {size: stage_devices(cluster, cluster.num_devices // size) for size in sizes}
-    for size in dict.fromkeys(e.strategy.num_devices // e.strategy.data for e in found):
+    alone = [e.strategy.num_devices // e.strategy.data for e in found]
+    for size in dict.fromkeys([*alone, *(2 * size for size in alone if 2 * size <= cluster.num_devices)]):
         with suppress(ProfileError):
             absent.setdefault(size, stage_devices(cluster, cluster.num_devices // size))
     return absent

@@ -103,7 +103,8 @@ def fill(
 
 
 def _with_memory(entry: Entry, cost: LayerCost, memory: Footprints, describer: Describer) -> LayerCost:
-    layer, replica = describer.graph.layers[entry.layer], replica_of(entry, describer.graph)
+    layer = describer.graph.layers[entry.layer]
+    replica = replica_of(entry, describer.graph, describer.cluster.platform)
 
     def footprint(fused: bool) -> Footprint:
         told = describer.cost(layer, entry.strategy, samples=entry.key.samples, fused=fused)

@@ -33,8 +33,8 @@ class Replica:
 
     Attributes:
         layer: first of its kind.
-        strategy: without data ways.
-        samples: of one replica and micro-batch.
+        strategy: with data ways only where gradients meet over them in the program itself, and that changes its memory.
+        samples: of its replicas together and one micro-batch.
         fused: forward and backward in one program.
         summed: gradients of several micro-batches are added up.
         mapped: the runtime maps the layer over replicas, so that gradients meet once a step.
@@ -58,16 +58,28 @@ class Replica:
         return replace(self, samples=0)
 
 
-def replica_of(entry: Entry, graph: LayerGraph) -> Replica:
-    """The replica of an entry."""
+def replica_of(entry: Entry, graph: LayerGraph, platform: str) -> Replica:
+    """The replica of an entry; two of them where they wait for each other's gradients on a GPU.
+
+    Its compiler joins small gradients for one collective and computes them right before it, so that what they are
+    computed from stays alive for several layers; most of what recomputing would free does.
+
+    Args:
+        entry: of a profile.
+        graph: of the entry.
+        platform: of the devices.
+    """
     summed = entry.num_microbatches > 1
+    mapped = summed and reduces_once(graph, graph.layers[entry.layer], entry.strategy)
+    together = 2 if platform == "gpu" and entry.strategy.data > 1 and not mapped else 1
+    ways = entry.strategy.data // together if entry.strategy.data % together == 0 else entry.strategy.data
     return Replica(
         layer=entry.layer,
-        strategy=replace(entry.strategy, data=1),
-        samples=entry.key.samples // entry.strategy.data,
+        strategy=replace(entry.strategy, data=entry.strategy.data // ways),
+        samples=entry.key.samples // ways,
         fused=entry.num_stages == 1,
         summed=summed,
-        mapped=summed and reduces_once(graph, graph.layers[entry.layer], entry.strategy),
+        mapped=mapped,
     )
 
 
@@ -239,16 +251,17 @@ def _apart(a: Replica, b: Replica) -> float:
     return moved + sum(others)
 
 
-def by_variety(ranked: Sequence[Entry], graph: LayerGraph) -> list[Entry]:
+def by_variety(ranked: Sequence[Entry], graph: LayerGraph, platform: str) -> list[Entry]:
     """Entries of different replicas: of each family the largest batch, then the smallest, then those between.
 
     Args:
         ranked: most valuable first.
         graph: of the entries.
+        platform: of the devices.
     """
     families: dict[Replica, dict[Replica, Entry]] = {}
     for entry in ranked:
-        replica = replica_of(entry, graph)
+        replica = replica_of(entry, graph, platform)
         families.setdefault(replica.family, {}).setdefault(replica, entry)
     rounds: dict[int, list[Entry]] = {}
     for found in families.values():
@@ -289,14 +302,14 @@ class Footprinter:
 
     def known(self, entry: Entry) -> tuple[Replica, Footprint] | None:
         """What the cache has."""
-        replica = replica_of(entry, self.describer.graph)
+        replica = replica_of(entry, self.describer.graph, self.describer.cluster.platform)
         numbers = self.prober.cache.get(self.facts(replica))
         return None if numbers is None else (replica, Footprint(**numbers))
 
     def measure(self, entry: Entry) -> tuple[Replica, Footprint] | None:
         """Compiled now; None where the step does other things with so few samples or does not compile."""
         graph = self.describer.graph
-        replica = replica_of(entry, graph)
+        replica = replica_of(entry, graph, self.describer.cluster.platform)
         layer = graph.layers[entry.layer]
         told = self.describer.cost(layer, replica.strategy, samples=replica.samples, fused=replica.fused)
         try:

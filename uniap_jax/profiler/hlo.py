@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-import numpy as np
+from uniap_jax.core.device_groups import device_groups
 
 BITS = {"pred": 8, "token": 0, "opaque": 0}
 FREE = frozenset(
@@ -28,6 +28,8 @@ COLLECTIVES = {
     "collective-permute": "collective_permute",
     "collective-broadcast": "collective_permute",
 }
+CUDNN = {"__cudnn$convBackwardInput": (1, 2), "__cudnn$convBackwardFilter": (2, 0)}
+"""Of cuDNN's gradients of a convolution: where among (result, operands) its results and its kernel are."""
 MOST_CYCLES = 2**62
 """The compiler writes its largest integer where it has no estimate."""
 
@@ -117,7 +119,7 @@ class Kernel:
         flops: of matrix products and convolutions inside.
         nbytes: read from and written to main memory.
         cycles: the compiler's estimate; 0 where it gives none.
-        dtype: of its result.
+        dtype: of what its products take, else of its result.
         times: how often.
     """
 
@@ -258,7 +260,8 @@ class _Reader:
             self._collect(x, inside, times)
         if i.opcode in FREE or i.opcode.endswith("-done") or _kind(i.opcode):
             return
-        flops = sum(_flops(x, inside) for x in inner) + _flops(i, known)
+        products = [_product(x, inside) for x in inner] + [_product(i, known)]
+        flops, largest = sum(f for f, _ in products), max(products)
         nbytes = self._bytes(i, known, inner)
         if communicates and not flops:
             nbytes = 0.0  # the collective's own traffic is in its price
@@ -268,7 +271,7 @@ class _Reader:
                 flops=flops,
                 nbytes=nbytes,
                 cycles=_cycles(i),
-                dtype=i.arrays[0].dtype if i.arrays else "",
+                dtype=largest[1] if flops else i.arrays[0].dtype if i.arrays else "",
                 times=times,
             )
         )
@@ -294,7 +297,7 @@ class _Reader:
                 size=size,
                 stride=stride,
                 times=times,
-                hidden=i.opcode.endswith("-start") or "chain_id" in i.attributes,
+                hidden=_hidden(i),
             )
         )
 
@@ -340,6 +343,11 @@ def _kind(opcode: str) -> str:
     return COLLECTIVES.get(opcode.removesuffix("-start"), "")
 
 
+def _hidden(i: Instruction) -> bool:
+    """Whether kernels run beside it; the GPU compiler also writes what it waits for at once as a start and a done."""
+    return "chain_id" in i.attributes or (i.opcode.endswith("-start") and '"is_sync":true' not in i.attributes)
+
+
 def _trips(i: Instruction) -> float:
     found = re.search(r'"known_trip_count":\{"n":"(\d+)"', i.attributes)
     return float(found[1]) if found else 1.0
@@ -350,51 +358,40 @@ def _cycles(i: Instruction) -> float:
     return float(found[1]) if found and int(found[1]) < MOST_CYCLES else 0.0
 
 
-def _flops(i: Instruction, known: Mapping[str, Instruction]) -> float:
-    """Of a matrix product or convolution: 2 × results × what each of them sums."""
-    first, second = (known.get(o) for o in (*i.operands, "", "")[:2])
-    result = math.prod(i.arrays[0].dims) if i.arrays else 0
-    if i.opcode == "dot" or "gemm" in i.attributes or "$lt$matmul" in i.attributes:
+def _product(i: Instruction, known: Mapping[str, Instruction]) -> tuple[float, str]:
+    """(FLOPs of a matrix product or convolution: 2 × results × what each of them sums, dtype of what it takes)."""
+    ends = _ends(i, known)
+    return _flops(i, *ends), ends[1].dtype if ends[1] is not None else ""
+
+
+def _flops(i: Instruction, *ends: Array | None) -> float:
+    result, first, _ = ends
+    called = re.search(r'custom_call_target="(__cu\w+(?:\$\w+)+)"', i.attributes)
+    target = called[1] if called else ""
+    if i.opcode == "dot" or target.startswith("__cublas"):
         dims = re.search(r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d,"]*)', i.attributes)
-        if dims is None or first is None or not first.arrays:
+        if dims is None or first is None or result is None:
             return 0.0
         over = [int(d.strip('"')) for d in dims[1].split(",") if d]
-        return 2.0 * result * math.prod(first.arrays[0].dims[d] for d in over)
-    if i.opcode == "convolution" and second is not None and second.arrays:
-        labels = re.search(r"dim_labels=\w+_(\w+)->", i.attributes)
-        if labels is not None:
-            summed = [n for n, label in zip(second.arrays[0].dims, labels[1], strict=False) if label != "o"]
-            return 2.0 * result * math.prod(summed)
+        return 2.0 * math.prod(result.dims) * math.prod(first.dims[d] for d in over)
+    labels = re.search(r"dim_labels=\w+_(\w+)->", i.attributes)
+    if labels is not None and (i.opcode == "convolution" or target.startswith("__cudnn$conv")):
+        results, kernel = (ends[n] for n in CUDNN.get(target, (0, 2)))
+        if results is not None and kernel is not None:
+            summed = [n for n, label in zip(kernel.dims, labels[1], strict=False) if label != "o"]
+            return 2.0 * math.prod(results.dims) * math.prod(summed)
     return 0.0
 
 
+def _ends(i: Instruction, known: Mapping[str, Instruction]) -> tuple[Array | None, Array | None, Array | None]:
+    """The result and the first two operands, as far as they are arrays."""
+    sources = [known.get(o) for o in (*i.operands, "", "")[:2]]
+    first, second = (x.arrays[0] if x is not None and x.arrays else None for x in sources)
+    return i.arrays[0] if i.arrays else None, first, second
+
+
 def group_of(attributes: str) -> tuple[int, int]:
-    """(size, stride) of the groups of a collective, from any of HLO's ways to write them."""
-    group = _first_group(attributes)
+    """(size, stride) of the groups of a collective."""
+    group = next(iter(device_groups(attributes)), [0])
     steps = [abs(b - a) for a, b in itertools.pairwise(group)]
     return len(group), min(steps, default=1)
-
-
-def _first_group(attributes: str) -> list[int]:
-    pairs = re.search(r"source_target_pairs=\{\{(\d+),(\d+)\}", attributes)
-    if pairs:
-        return [int(pairs[1]), int(pairs[2])]
-    listed = re.search(r"replica_groups=\{\{([\d,]+)\}", attributes)
-    if listed:
-        return [int(d) for d in listed[1].split(",")]
-    iota = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes)
-    if iota:
-        shape, order = (tuple(int(d) for d in iota[n].split(",")) for n in (1, 2))
-        devices = np.arange(math.prod(order)).reshape(order)
-        if iota[3]:
-            devices = devices.transpose([int(d) for d in iota[3].split(",")])
-        return [int(d) for d in devices.reshape(shape).reshape(-1, shape[-1])[0]]
-    mesh = re.search(r"replica_groups=mesh\[([^\]]*)\]\s*\{([^}]*)\}", attributes)
-    if mesh:
-        sizes = {n: int(s) for n, s in re.findall(r"'([^']+)'=(\d+)", mesh[1])}
-        axes = re.findall(r"'([^']+)'", mesh[2])
-        devices = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
-        rest = [n for n in sizes if n not in axes]
-        turned = [list(sizes).index(n) for n in (*rest, *axes)]
-        return [int(d) for d in devices.transpose(turned).reshape(-1, math.prod(sizes[n] for n in axes))[0]]
-    return [0]

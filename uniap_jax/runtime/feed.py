@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -211,10 +212,14 @@ class Feeder:
         self.positions = tuple(tuple(i for i, k in enumerate(found) if k == "batch") for found in kinds)
         self.state_positions = tuple(tuple(i for i, k in enumerate(found) if k == "state") for found in kinds)
         self.number_positions = tuple(tuple(i for i, k in enumerate(found) if k == "index") for found in kinds)
-        self.numbers = [
-            [laid(np.int32(m), layout.on(s.stage)) for m in range(c)] if own else []
-            for s, own in zip(specs, self.number_positions, strict=True)
+        self._places = [
+            layout.on(s.stage) if own else None for s, own in zip(specs, self.number_positions, strict=True)
         ]
+
+    @cached_property
+    def numbers(self) -> list[list[Any]]:
+        """Of the micro-batches, on the devices of each stage that reads them: there once the step runs, not before."""
+        return [[laid(np.int32(m), p) for m in range(self._count)] if p is not None else [] for p in self._places]
 
     @property
     def programs(self) -> tuple[Program, ...]:

@@ -119,7 +119,7 @@ def residual(
 ) -> tuple[Any, Any, Any]:
     """Residual layers over a value from before them (relay), a bias they share, and a loss term of each (extra).
 
-    Masked, the loss is the mean over those examples whose first input is positive.
+    Masked, the loss is the mean over those examples whose first target is positive.
     """
     rng, width = np.random.default_rng(0), 16
 
@@ -152,7 +152,7 @@ def residual(
                     x = x / jnp.linalg.norm(x, axis=-1, keepdims=True)
                 x = x + (jax.nn.relu(h) @ layer["down"]) * gate + params["bias"]
             errors = ((x @ params["out"]).astype(jnp.float32) - batch["y"]) ** 2
-            error = jnp.mean(errors, where=batch["x"][:, :1] > 0) if masked else jnp.mean(errors)
+            error = jnp.mean(errors, where=batch["y"][:, :1] > 0) if masked else jnp.mean(errors)
             return (error + 0.01 * sum(terms), terms) if aux else (error, [])
 
         (value, terms), grads = jax.value_and_grad(loss, has_aux=True)(params)

@@ -171,7 +171,7 @@ class TableModel:
     def stage_cost(self, layer: int, strategy: Strategy, candidate: Candidate, stage: int) -> LayerCost:
         """What one micro-batch of a layer costs on a stage: its memory may be that of one program for both ways."""
         plain = self.layer_cost(layer, strategy, num_microbatches=candidate.num_microbatches)
-        if not holds_as_one(candidate, stage, strategy):
+        if not holds_as_one(candidate, stage, strategy, plain):
             return plain
         turned: Footprint | LayerCost | None = plain.turned
         if turned is None:
@@ -213,7 +213,7 @@ class TableModel:
                 transient[group, k] = cost.transient_bytes
                 if turning:
                     ending = self.stage_cost(layer.index, strategy, candidate, stages - 1)
-                    turned = holds_as_one(candidate, stages - 1, strategy)
+                    turned = holds_as_one(candidate, stages - 1, strategy, ending)
                     beside = beside_state(ending, held, candidate, self.cluster.platform, turned=turned)
                     last[group, k] = held.state + sum(beside)
                     last_transient[group, k] = ending.transient_bytes

@@ -103,14 +103,15 @@ def fill(
 
 
 def _with_memory(entry: Entry, cost: LayerCost, memory: Footprints, describer: Describer) -> LayerCost:
-    layer, replica = describer.graph.layers[entry.layer], replica_of(entry, describer.graph)
+    layer = describer.graph.layers[entry.layer]
 
-    def footprint(fused: bool) -> Footprint:
+    def found(*, turned: bool) -> Footprint:
+        fused = turned or entry.num_stages == 1
         told = describer.cost(layer, entry.strategy, samples=entry.key.samples, fused=fused)
-        return memory.of(replace(replica, fused=fused), told)
+        return memory.of(replica_of(entry, describer.graph, turned=turned), told)
 
-    turned = None if entry.num_stages == 1 or entry.strategy.keep == "inputs" else footprint(True)
-    return replace(cost, **asdict(footprint(replica.fused)), turned=turned)
+    turned = None if entry.num_stages == 1 else found(turned=True)
+    return replace(cost, **asdict(found(turned=False)), turned=turned)
 
 
 def _recomputed(

@@ -1,5 +1,6 @@
 """Windows: what a layer adds to a stage, against stages that are really compiled."""
 
+import functools
 import itertools
 from dataclasses import replace
 
@@ -14,7 +15,15 @@ from uniap_jax.core.cluster import local_cluster
 from uniap_jax.core.described import Describer
 from uniap_jax.core.sharding import make_mesh
 from uniap_jax.core.strategy import Strategy
-from uniap_jax.profiler.window import Way, footprint, neighbourhood, window_facts, window_need, window_piece
+from uniap_jax.profiler.window import (
+    Neighbourhood,
+    Way,
+    footprint,
+    neighbourhood,
+    window_facts,
+    window_need,
+    window_piece,
+)
 
 ROWS = 512
 WIDTHS = (16, 48, 32, 64, 40)
@@ -63,27 +72,29 @@ def way(keep="all", *, samples=ROWS, turned=True, only=True, summed=False):
 
 
 def need_of(graph, how):
+    """Needs of windows, each compiled once."""
     mesh = make_mesh(jax.devices()[:1])
-    return lambda layers: window_need(window_piece(graph, layers, how, mesh), how)
+    return functools.cache(lambda layers: window_need(window_piece(graph, layers, how, mesh), how))
 
 
-def footprint_of(graph, layer, how):
+def footprint_of(graph, layer, how, need):
     describer = Describer(graph, local_cluster())
     around = neighbourhood(graph, layer, how.strategy)
     told = describer.cost(graph.layers[layer], how.strategy, samples=how.samples, fused=how.turned)
     weights = describer.weights(graph.layers[layer], how.strategy)
-    return footprint(around, how, need_of(graph, how), told, weights)
+    return footprint(around, how, need, told, weights)
 
 
 def test_a_layer_lies_beside_its_equal_or_behind_or_before_another(graph, chain):
     blocks = next(group for group in graph.unique.values() if len(group) > 1)
     twins = neighbourhood(graph, blocks[1], Strategy())
-    assert (twins.alone, twins.both) == (twins.without, (blocks[0], blocks[0] + 1))
+    assert twins == Neighbourhood(alone=blocks[1:2], grown=(blocks[:1], blocks[:2]))
     behind = neighbourhood(chain, 2, Strategy())
-    assert (behind.alone, behind.without, behind.both, behind.leads) == ((2,), (1,), (1, 2), False)
-    before = neighbourhood(chain, 0, Strategy())
-    assert (before.alone, before.without, before.both, before.leads) == ((0,), (1,), (0, 1), True)
-    assert set(behind.windows) == {(2,), (1,), (1, 2)}
+    assert behind == Neighbourhood(alone=(2,), grown=((1,), (1, 2)))
+    assert behind.windows == ((1,), (2,), (1, 2))
+    assert neighbourhood(chain, 0, Strategy()) == Neighbourhood(alone=(0,), led=((1,), (0, 1)))
+    again = neighbourhood(chain, 2, Strategy(keep="inputs"))
+    assert again == Neighbourhood(alone=(2,), grown=((0, 1), (0, 1, 2)), led=((3,), (2, 3)))
 
 
 @pytest.mark.parametrize("pieces", [1, 2])
@@ -91,28 +102,40 @@ def test_one_more_layer_adds_its_gradients_and_what_it_keeps(graph, pieces):
     cut = graph if pieces == 1 else graph.microbatch(pieces)
     block = next(group for group in cut.unique.values() if len(group) > 1)[0]
     rows = cost_support.BATCH // pieces
-    found = footprint_of(cut, block, way(samples=rows, summed=pieces > 1))
+    how = way(samples=rows, summed=pieces > 1)
+    found = footprint_of(cut, block, how, need_of(cut, how))
     weights = 2 * cost_support.WIDTH * cost_support.HIDDEN * 4
     kept = rows * cost_support.HIDDEN * 4  # the activation; the rest is made of it and of the inputs
     assert weights <= found.marginal_bytes <= 3 * weights + 4 * kept
     assert found.transient_bytes < found.marginal_bytes + 4 * weights
 
 
-@pytest.mark.parametrize("summed", [False, True])
-@pytest.mark.parametrize("program", ["only", "turned", "split"])
-def test_unequal_layers_add_up_to_the_stage_that_is_compiled(chain, program, summed):
-    """No two layers are equal: each is compiled behind the one that it really follows."""
+@pytest.mark.parametrize(
+    ("program", "summed", "keep"),
+    [
+        ("only", False, "all"),
+        ("only", True, "all"),
+        ("turned", True, "all"),
+        ("split", True, "all"),
+        ("turned", False, "inputs"),
+        ("split", False, "inputs"),
+    ],
+)
+def test_unequal_layers_add_up_to_the_stage_that_is_compiled(chain, program, summed, keep):
+    """No two layers are equal: each is compiled behind those that it really follows."""
     cut = chain.microbatch(2) if summed else chain
-    how = way(samples=ROWS // (2 if summed else 1), turned=program != "split", only=program == "only", summed=summed)
-    stage = tuple(range(1, len(cut.layers)))
-    parts = {i: footprint_of(cut, i, how) for i in stage}
-    real = need_of(cut, how)(stage)
+    samples = ROWS // (2 if summed else 1)
+    how = way(keep, samples=samples, turned=program != "split", only=program == "only", summed=summed)
+    stage = tuple(range(0 if how.only else 1, len(cut.layers)))
+    need = need_of(cut, how)
+    parts = [footprint_of(cut, i, how, need) for i in stage]
+    real = need(stage)
     sums = 0.0 if how.only or not summed else sum(cut.params[p].nbytes for i in stage for p in cut.layers[i].params)
-    told = sum(p.marginal_bytes for p in parts.values()) + max(p.transient_bytes for p in parts.values())
-    held = sum(p.kept_bytes for p in parts.values()) if program == "split" else 0.0
+    working = max(p.transient_bytes for p in parts) + parts[0].leading_bytes
+    told = sum(p.marginal_bytes for p in parts) + working
+    held = sum(p.kept_bytes for p in parts) - real.read if program == "split" else 0.0
     returned = 0.0 if how.only else real.returned
-    reads = 4 * WIDTHS[1] * how.samples if program == "split" else 0.0
-    assert told + held == pytest.approx(real.own + real.held + returned + sums + reads, rel=0.1)
+    assert told + held == pytest.approx(real.own + real.held + returned + sums, rel=0.08)
 
 
 def test_the_window_of_a_last_stage_is_the_program_of_the_runtime(chain):
@@ -133,7 +156,7 @@ def test_the_window_of_a_last_stage_is_the_program_of_the_runtime(chain):
     last = tuple(plan.stage_layers(1))
     found = need_of(chain.microbatch(4), how)(last)
     own = real["temp_bytes"] + real["output_bytes"] - real["alias_bytes"]
-    assert found.own + found.returned == pytest.approx(own, abs=256)
+    assert found.own + found.returned == pytest.approx(own, rel=0.02)
 
 
 def test_windows_are_told_apart_by_what_their_memory_depends_on(graph, chain):

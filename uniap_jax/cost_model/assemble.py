@@ -182,6 +182,7 @@ class TableModel:
             kept_bytes=turned.kept_bytes,
             transient_bytes=turned.transient_bytes,
             marginal_bytes=turned.marginal_bytes,
+            leading_bytes=turned.leading_bytes,
         )
 
     def tables(self, candidate: Candidate) -> CostTables:
@@ -210,13 +211,13 @@ class TableModel:
                 held = self._held(layer, strategy, candidate)
                 always, each = beside_state(cost, held, candidate, self.cluster.platform)
                 fixed[group, k], kept[group, k] = held.state + always, each
-                transient[group, k] = cost.transient_bytes
+                transient[group, k] = cost.working_bytes
                 if turning:
                     ending = self.stage_cost(layer.index, strategy, candidate, stages - 1)
                     turned = holds_as_one(candidate, stages - 1, strategy, ending)
                     beside = beside_state(ending, held, candidate, self.cluster.platform, turned=turned)
                     last[group, k] = held.state + sum(beside)
-                    last_transient[group, k] = ending.transient_bytes
+                    last_transient[group, k] = ending.working_bytes
         fixed += working_share(transient, self.graph, candidate)
         in_flight = np.array([flights(candidate, i) for i in range(stages)], dtype=np.float64)
         edges, tensor, reshard, cross, relay = edge_tables(

@@ -26,6 +26,7 @@ from uniap_jax.profiler.probe import Prober
 from uniap_jax.profiler.window import (
     Need,
     Neighbourhood,
+    Run,
     Way,
     compiled_as,
     footprint,
@@ -114,6 +115,7 @@ class Footprints:
             kept_bytes=mixed("kept_bytes"),
             transient_bytes=mixed("transient_bytes"),
             marginal_bytes=mixed("marginal_bytes") if low.marginal_bytes and high.marginal_bytes else 0.0,
+            leading_bytes=mixed("leading_bytes"),
         )
 
     def _scaled(self, wanted: Replica, near: Replica) -> Footprint:
@@ -132,6 +134,7 @@ class Footprints:
             kept_bytes=known.kept_bytes * _ratio(told.kept_bytes, there.kept_bytes),
             transient_bytes=known.transient_bytes * _ratio(told.transient_bytes, there.transient_bytes),
             marginal_bytes=marginal,
+            leading_bytes=known.leading_bytes * _ratio(wanted.way.local, near.way.local),
         )
 
     def _activations(self, replica: Replica) -> LayerCost:
@@ -232,8 +235,8 @@ class Footprinter:
 
     describer: Describer
     prober: Prober
-    needs: dict[tuple[tuple[int, ...], Way], Need | None] = field(default_factory=dict)
-    locks: dict[tuple[tuple[int, ...], Way], Lock] = field(default_factory=dict)
+    needs: dict[tuple[Run, Way], Need | None] = field(default_factory=dict)
+    locks: dict[tuple[Run, Way], Lock] = field(default_factory=dict)
 
     def known(self, sought: Sought) -> Footprint | None:
         """From windows that were compiled before; None where one was not."""
@@ -267,7 +270,7 @@ class Footprinter:
         weights = self.describer.weights(layer, way.strategy)
         return footprint(around, way, lambda layers: self.needs[layers, compiled_as(way)], told, weights)
 
-    def _cached(self, layers: tuple[int, ...], way: Way) -> bool:
+    def _cached(self, layers: Run, way: Way) -> bool:
         """Whether a window is known; looks it up."""
         name = layers, compiled_as(way)
         if name not in self.needs:
@@ -277,12 +280,12 @@ class Footprinter:
             self.needs[name] = Need(**numbers) if numbers else None
         return True
 
-    def _facts(self, layers: tuple[int, ...], way: Way) -> dict[str, Any]:
+    def _facts(self, layers: Run, way: Way) -> dict[str, Any]:
         """The cache key of a window."""
         surroundings = self.prober.surroundings(way.strategy.num_devices)
         return {**window_facts(self.describer.graph, layers, way), **surroundings}
 
-    def _compile(self, layers: tuple[int, ...], way: Way) -> None:
+    def _compile(self, layers: Run, way: Way) -> None:
         pieces = self.describer.graph.batch_size // way.samples
         cut = self.describer.graph if pieces == 1 else self.describer.graph.microbatch(pieces)
         mesh = make_mesh(list(self.prober.stage(way.strategy.num_devices)))

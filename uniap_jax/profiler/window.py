@@ -8,7 +8,7 @@ as the programs that a stage of them alone would run, without its optimizer.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -59,6 +59,10 @@ class Way:
         return self.samples / (self.strategy.batch_ways * self.strategy.context)
 
 
+Run = tuple[int, ...]
+"""Indices of consecutive layers."""
+
+
 def compiled_as(way: Way) -> Way:
     """What is the same for all that compile alike: without a loop the only stage is one that turns round at once."""
     return way if way.looped else replace(way, only=False)
@@ -87,55 +91,62 @@ class Neighbourhood:
 
     Attributes:
         alone: the layer.
-        without: its neighbour; () where it has none.
-        both: the two.
-        leads: whether the layer is the first of the two.
+        grown: layers that a stage has, and those with the layer as the last; () where it lies behind no other.
+        led: layers that a stage has, and those with the layer as the first; () where that is not asked.
     """
 
-    alone: tuple[int, ...]
-    without: tuple[int, ...] = ()
-    both: tuple[int, ...] = ()
-    leads: bool = False
+    alone: Run
+    grown: tuple[Run, Run] | tuple[()] = ()
+    led: tuple[Run, Run] | tuple[()] = ()
 
     @property
-    def windows(self) -> tuple[tuple[int, ...], ...]:
+    def windows(self) -> tuple[Run, ...]:
         """Each once; the dearest last."""
-        return tuple(dict.fromkeys(w for w in (self.alone, self.without, self.both) if w))
+        return tuple(sorted({self.alone, *self.grown, *self.led}, key=lambda run: (len(run), run)))
 
 
 def neighbourhood(graph: LayerGraph, layer: int, strategy: Strategy) -> Neighbourhood:
-    """A layer of the same kind beside an equal one where there is such, else behind or before what it lies beside.
+    """Layers of a kind behind equal ones where there are such, else behind or before what one of them lies beside.
+
+    One more layer adds the same to a stage of one as to a stage of many, unless layers compute their forward again:
+    the first of a stage can do so before its turn, for it reads nothing that has to be computed again, and then is
+    alive beside all others. There a stage of two tells what a layer adds, and what it adds as the first is told apart.
 
     Args:
         graph: of the layer.
         layer: any of its kind.
-        strategy: of both.
+        strategy: of all of them.
     """
     layers, kind = graph.layers, graph.unique[graph.layers[layer].signature]
 
-    def beside(first: int) -> bool:
-        if not 0 <= first < len(layers) - 1 or not set(layers[first].writes) & set(layers[first + 1].reads):
+    def legal(run: Run) -> bool:
+        """Whether layers lie one beside the other and may all take the strategy."""
+        if run[0] < 0 or run[-1] >= len(layers):
+            return False
+        if not all(set(layers[i].writes) & set(layers[i + 1].reads) for i in run[:-1]):
             return False
         try:
-            for i in (first, first + 1):
+            for i in run:
                 layer_sharding(graph, layers[i], strategy)
         except StrategyError:
             return False
         return True
 
-    for i in kind:
-        if i + 1 in kind and beside(i):
-            return Neighbourhood(alone=(i,), without=(i,), both=(i, i + 1))
-    for i in kind:
-        if beside(i - 1):
-            return Neighbourhood(alone=(i,), without=(i - 1,), both=(i - 1, i))
-    for i in kind:
-        if beside(i):
-            return Neighbourhood(alone=(i,), without=(i + 1,), both=(i, i + 1), leads=True)
-    return Neighbourhood(alone=(layer,))
+    def found(runs: Iterable[Run]) -> list[Run]:
+        """Those of equal layers first."""
+        return sorted(filter(legal, runs), key=lambda run: len({layers[i].signature for i in run}) > 1)
+
+    again = strategy.keep != "all"
+    behind = found((i - 2, i - 1, i) for i in kind) if again else []
+    behind += found((i - 1, i) for i in kind)
+    before = found((i, i + 1) for i in kind)
+    grown = (behind[0][:-1], behind[0]) if behind else ()
+    led = (before[0][1:], before[0]) if before and (again or not behind) else ()
+    at = behind[0][-1] if behind else before[0][0] if before else layer
+    return Neighbourhood(alone=(at,), grown=grown, led=led)
 
 
-def window_piece(graph: LayerGraph, layers: tuple[int, ...], way: Way, mesh: Mesh) -> Piece:
+def window_piece(graph: LayerGraph, layers: Run, way: Way, mesh: Mesh) -> Piece:
     """Consecutive layers as what is compiled.
 
     Args:
@@ -188,11 +199,11 @@ def _bytes(piece: Piece, arrays: Iterable[Placed]) -> float:
 def footprint(
     around: Neighbourhood,
     way: Way,
-    need: Callable[[tuple[int, ...]], Need | None],
+    need: Callable[[Run], Need | None],
     told: LayerCost,
     weights: ParamBytes,
 ) -> Footprint | None:
-    """What a layer adds to a stage, from windows with it and without it; None where nothing is known of them.
+    """What a layer adds to a stage, from windows with it and without it; None where the compiler says nothing.
 
     Args:
         around: which windows.
@@ -202,20 +213,28 @@ def footprint(
         weights: of the layer's parameters.
     """
     alone = need(around.alone)
-    if alone is None:
+    grown, led = [need(run) for run in around.grown], [need(run) for run in around.led]
+    if alone is None or None in grown or None in led:
         return None
-    with_it, without = (need(around.both), need(around.without)) if around.both else (None, None)
-    if with_it is None or without is None:
+    first = _more(led)
+    more = _more(grown) if grown else first
+    if more is None:
         return _described(alone, way, told, weights)
-    more = max(1.0, with_it.own - without.own)  # at least a byte: 0 says that nothing was asked
-    kept = told.kept_bytes if way.turned else max(0.0, with_it.held - without.held)
-    if around.leads and not way.turned:
-        kept = alone.held + alone.read  # what lies between the two is the other's
+    if way.turned:
+        kept = told.kept_bytes
+    else:  # what lies between two layers is kept for the second
+        kept = max(0.0, grown[1].held - grown[0].held) if grown else alone.held + alone.read
     return Footprint(
         kept_bytes=kept,
         transient_bytes=max(0.0, alone.own - more) + (0.0 if way.only else alone.returned),
         marginal_bytes=more + (0.0 if way.only or not way.summed else weights.grads),
+        leading_bytes=max(0.0, first - more) if grown and first is not None else 0.0,
     )
+
+
+def _more(pair: Sequence[Need]) -> float | None:
+    """What the larger window needs beyond the smaller, at least a byte: 0 says that nothing was asked."""
+    return max(1.0, pair[1].own - pair[0].own) if pair else None
 
 
 def _described(alone: Need, way: Way, told: LayerCost, weights: ParamBytes) -> Footprint:
@@ -229,7 +248,7 @@ def _described(alone: Need, way: Way, told: LayerCost, weights: ParamBytes) -> F
     return Footprint(kept_bytes=kept, transient_bytes=rest - kept + returned)
 
 
-def window_facts(graph: LayerGraph, layers: tuple[int, ...], way: Way) -> dict[str, Any]:
+def window_facts(graph: LayerGraph, layers: Run, way: Way) -> dict[str, Any]:
     """What a window's memory depends on besides where it is compiled."""
     inside = set(layers)
     read = {v for layer in graph.layers if layer.index not in inside for v in layer.reads}

@@ -136,6 +136,9 @@ def test_unequal_layers_add_up_to_the_stage_that_is_compiled(chain, program, sum
     held = sum(p.kept_bytes for p in parts) - real.read if program == "split" else 0.0
     returned = 0.0 if how.only else real.returned
     assert told + held == pytest.approx(real.own + real.held + returned + sums, rel=0.08)
+    own, lone = need(stage[-1:]), parts[-1]
+    one = 0.0 if how.only or not summed else sum(cut.params[p].nbytes for p in cut.layers[-1].params)
+    assert lone.alone_bytes == own.own + one + (0.0 if how.only else own.returned)
 
 
 def test_the_window_of_a_last_stage_is_the_program_of_the_runtime(chain):

@@ -38,9 +38,10 @@ class Footprint:
     transient_bytes: float
     marginal_bytes: float = 0.0
     leading_bytes: float = 0.0
+    alone_bytes: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("kept_bytes", "transient_bytes", "marginal_bytes", "leading_bytes"):
+        for name in ("kept_bytes", "transient_bytes", "marginal_bytes", "leading_bytes", "alone_bytes"):
             check_number(name, getattr(self, name))
 
 
@@ -58,7 +59,8 @@ class LayerCost:
         marginal_bytes: what the layer adds to a program beside its state: gradients, accumulators and what it works
             with, as far as they are alive at once; with one stage the kept values too, with several those are told
             apart. 0 where no compiler was asked.
-        leading_bytes: what it adds beyond that as the first of a stage, where layers compute their forward again.
+        leading_bytes: what it adds beyond that as the first of several layers on a stage.
+        alone_bytes: all of that where it is the only layer of a stage. 0 where no compiler was asked.
         turned: memory on a stage that runs both directions as one program, as the last one does under 1F1B; None where
             that is no different, or not known.
         origin: one of ORIGINS.
@@ -73,13 +75,14 @@ class LayerCost:
     transient_bytes: float
     marginal_bytes: float = 0.0
     leading_bytes: float = 0.0
+    alone_bytes: float = 0.0
     turned: Footprint | None = None
     origin: str = "described"
     spread: float = 0.0
     runs: int = 0
 
     def __post_init__(self) -> None:
-        memory = ("kept_bytes", "transient_bytes", "marginal_bytes", "leading_bytes")
+        memory = ("kept_bytes", "transient_bytes", "marginal_bytes", "leading_bytes", "alone_bytes")
         for name in ("forward_s", "backward_s", "sync_s", *memory, "spread"):
             check_number(name, getattr(self, name))
         if self.origin not in ORIGINS:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +29,7 @@ from uniap_jax.cost_model.reshard import bundles, edge_tables
 from uniap_jax.cost_model.state import Shares, charged_to, layer_shares, state_bytes
 
 FloatArray = NDArray[np.float64]
+MEMORY = tuple(f.name for f in fields(Footprint))
 
 
 class TableModel:
@@ -177,13 +178,7 @@ class TableModel:
         if turned is None:
             samples = self.batch_size // candidate.num_microbatches
             turned = self._describer.cost(self.graph.layers[layer], strategy, samples=samples, fused=True)
-        return replace(
-            plain,
-            kept_bytes=turned.kept_bytes,
-            transient_bytes=turned.transient_bytes,
-            marginal_bytes=turned.marginal_bytes,
-            leading_bytes=turned.leading_bytes,
-        )
+        return replace(plain, **{name: getattr(turned, name) for name in MEMORY})
 
     def tables(self, candidate: Candidate) -> CostTables:
         """The tables of one candidate.

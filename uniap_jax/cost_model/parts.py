@@ -60,6 +60,8 @@ def _peak(model: TableModel, plan: Plan, stage: int) -> float:
     spread = sum(float(shares[s][u]) for u, s in zip(layers, strategies, strict=True))
     costs = [model.stage_cost(u, s, _candidate(plan), stage) for u, s in zip(layers, strategies, strict=True)]
     working = max(c.transient_bytes for c in costs) + costs[0].leading_bytes
+    if len(costs) == 1 and costs[0].alone_bytes:
+        working = costs[0].alone_bytes - costs[0].marginal_bytes
     return plan.prediction.peak_bytes[stage] - spread + working + _arriving(model, plan, stage)
 
 

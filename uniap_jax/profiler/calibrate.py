@@ -103,14 +103,16 @@ def fill(
 
 
 def _with_memory(entry: Entry, cost: LayerCost, memory: Footprints, describer: Describer) -> LayerCost:
-    layer = describer.graph.layers[entry.layer]
+    layer, graph = describer.graph.layers[entry.layer], describer.graph
 
     def found(*, turned: bool) -> Footprint:
         fused = turned or entry.num_stages == 1
         told = describer.cost(layer, entry.strategy, samples=entry.key.samples, fused=fused)
-        return memory.of(replica_of(entry, describer.graph, turned=turned), told)
+        return memory.of(replica_of(entry, graph, turned=turned), told)
 
-    turned = None if entry.num_stages == 1 else found(turned=True)
+    # where only inputs are kept, one program for both directions holds nearly what two hold
+    otherwise = entry.strategy.keep != "inputs" or memory.has(replica_of(entry, graph, turned=True))
+    turned = found(turned=True) if entry.num_stages > 1 and otherwise else None
     return replace(cost, **asdict(found(turned=False)), turned=turned)
 
 

@@ -90,6 +90,10 @@ class Footprints:
         for replica in sorted(self._known, key=lambda r: r.way.samples):
             self._families.setdefault(replica.family, []).append(replica)
 
+    def has(self, wanted: Replica) -> bool:
+        """Whether it was measured, or lies on the line through two batches that were."""
+        return wanted in self._known or len(self._families.get(wanted.family, ())) > 1
+
     def of(self, wanted: Replica, told: LayerCost) -> Footprint:
         """As measured; on the line through two batches, scaled from the nearest of its layer, or as described."""
         if wanted in self._known:
@@ -116,6 +120,7 @@ class Footprints:
             transient_bytes=mixed("transient_bytes"),
             marginal_bytes=mixed("marginal_bytes") if low.marginal_bytes and high.marginal_bytes else 0.0,
             leading_bytes=mixed("leading_bytes"),
+            alone_bytes=mixed("alone_bytes"),
         )
 
     def _scaled(self, wanted: Replica, near: Replica) -> Footprint:
@@ -130,11 +135,14 @@ class Footprints:
                 else _ratio(wanted.way.local, near.way.local)
             )
             marginal = self._of_params(wanted) + measured * grown
+        transient = _ratio(told.transient_bytes, there.transient_bytes)
+        beyond = (known.alone_bytes - known.marginal_bytes) * transient
         return Footprint(
             kept_bytes=known.kept_bytes * _ratio(told.kept_bytes, there.kept_bytes),
-            transient_bytes=known.transient_bytes * _ratio(told.transient_bytes, there.transient_bytes),
+            transient_bytes=known.transient_bytes * transient,
             marginal_bytes=marginal,
             leading_bytes=known.leading_bytes * _ratio(wanted.way.local, near.way.local),
+            alone_bytes=max(0.0, marginal + beyond) if marginal else 0.0,
         )
 
     def _activations(self, replica: Replica) -> LayerCost:
@@ -231,12 +239,16 @@ class Footprinter:
         prober: says where windows are compiled, and keeps what is found.
         needs: of windows, by their layers and how they are run; None where the compiler says nothing.
         locks: of windows that are being compiled.
+        missing: windows that the cache does not have.
+        around: of each kind of layer under each strategy, its neighbourhood.
     """
 
     describer: Describer
     prober: Prober
     needs: dict[tuple[Run, Way], Need | None] = field(default_factory=dict)
     locks: dict[tuple[Run, Way], Lock] = field(default_factory=dict)
+    missing: set[tuple[Run, Way]] = field(default_factory=set)
+    around: dict[tuple[int, Strategy], Neighbourhood] = field(default_factory=dict)
 
     def known(self, sought: Sought) -> Footprint | None:
         """From windows that were compiled before; None where one was not."""
@@ -262,7 +274,10 @@ class Footprinter:
         return self._found(sought.key, around)
 
     def _around(self, replica: Replica) -> Neighbourhood:
-        return neighbourhood(self.describer.graph, replica.layer, replica.way.strategy)
+        name = replica.layer, replica.way.strategy
+        if name not in self.around:
+            self.around[name] = neighbourhood(self.describer.graph, *name)
+        return self.around[name]
 
     def _found(self, replica: Replica, around: Neighbourhood) -> Footprint | None:
         layer, way = self.describer.graph.layers[replica.layer], replica.way
@@ -274,8 +289,9 @@ class Footprinter:
         """Whether a window is known; looks it up."""
         name = layers, compiled_as(way)
         if name not in self.needs:
-            numbers = self.prober.cache.get(self._facts(layers, way))
+            numbers = None if name in self.missing else self.prober.cache.get(self._facts(layers, way))
             if numbers is None:
+                self.missing.add(name)
                 return False
             self.needs[name] = Need(**numbers) if numbers else None
         return True

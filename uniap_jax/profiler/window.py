@@ -132,18 +132,20 @@ def neighbourhood(graph: LayerGraph, layer: int, strategy: Strategy) -> Neighbou
             return False
         return True
 
-    def found(runs: Iterable[Run]) -> list[Run]:
-        """Those of equal layers first."""
-        return sorted(filter(legal, runs), key=lambda run: len({layers[i].signature for i in run}) > 1)
+    def first(*offsets: int) -> Run | None:
+        """Of equal layers where there are such."""
+        runs = (tuple(i + d for d in offsets) for i in kind)
+        ordered = sorted(runs, key=lambda run: not all(i in kind for i in run))
+        return next(filter(legal, ordered), None)
 
     again = strategy.keep != "all"
-    behind = found((i - 2, i - 1, i) for i in kind) if again else []
-    behind += found((i - 1, i) for i in kind)
-    before = found((i, i + 1) for i in kind)
-    grown = (behind[0][:-1], behind[0]) if behind else ()
-    led = (before[0][1:], before[0]) if before and (again or not behind) else ()
-    at = behind[0][-1] if behind else before[0][0] if before else layer
-    return Neighbourhood(alone=(at,), grown=grown, led=led)
+    behind = (first(-2, -1, 0) if again else None) or first(-1, 0)
+    before = first(0, 1) if again or not behind else None
+    return Neighbourhood(
+        alone=behind[-1:] if behind else before[:1] if before else (layer,),
+        grown=(behind[:-1], behind) if behind else (),
+        led=(before[1:], before) if before else (),
+    )
 
 
 def window_piece(graph: LayerGraph, layers: Run, way: Way, mesh: Mesh) -> Piece:
@@ -224,11 +226,14 @@ def footprint(
         kept = told.kept_bytes
     else:  # what lies between two layers is kept for the second
         kept = max(0.0, grown[1].held - grown[0].held) if grown else alone.held + alone.read
+    sums = 0.0 if way.only or not way.summed else weights.grads
+    returned = 0.0 if way.only else alone.returned  # of a stage's first layer alone
     return Footprint(
         kept_bytes=kept,
-        transient_bytes=max(0.0, alone.own - more) + (0.0 if way.only else alone.returned),
-        marginal_bytes=more + (0.0 if way.only or not way.summed else weights.grads),
-        leading_bytes=max(0.0, first - more) if grown and first is not None else 0.0,
+        transient_bytes=max(0.0, alone.own - more),
+        marginal_bytes=sums + more,
+        leading_bytes=returned + (max(0.0, first - more) if grown and first is not None else 0.0),
+        alone_bytes=sums + alone.own + returned,
     )
 
 

@@ -214,10 +214,10 @@ def footprint(
         told: the described cost, for what the compiler does not tell apart.
         weights: of the layer's parameters.
     """
-    alone = need(around.alone)
-    grown, led = [need(run) for run in around.grown], [need(run) for run in around.led]
-    if alone is None or None in grown or None in led:
+    needs = {run: found for run in around.windows if (found := need(run)) is not None}
+    if len(needs) < len(around.windows):
         return None
+    alone, grown, led = needs[around.alone], [needs[r] for r in around.grown], [needs[r] for r in around.led]
     first = _more(led)
     more = _more(grown) if grown else first
     if more is None:

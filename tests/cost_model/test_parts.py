@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple, replace
+from dataclasses import asdict, astuple, replace
 from typing import Any
 
 import jax
@@ -13,7 +13,9 @@ import pytest
 
 import uniap_jax as uniap
 from uniap_jax import cost_model, planner
+from uniap_jax.core.profile import Footprint, Key, LayerCost, Profile
 from uniap_jax.core.strategy import parse_strategy
+from uniap_jax.cost_model.memory import by_itself
 
 WIDTH = 256
 TX = optax.adam(1e-3)
@@ -72,3 +74,42 @@ def test_stages_hold_their_own_layers() -> None:
         assert sum(astuple(parts)) == pytest.approx(peak)
     assert sum(p.parameters for p in plan.prediction.memory) == 2 * WIDTH * WIDTH * 4
     assert "activations: " in plan.to_html()
+
+
+def test_the_first_of_several_layers_and_the_only_one_of_a_stage_are_told_apart() -> None:
+    """Tables hold sums: what a layer needs as the first or the only one is set right in the plan's own prediction."""
+    described, plan = priced("data=4", num_stages=1, num_microbatches=1)
+    halves = uniap.solve(described, strategy=parse_strategy("data=2"), num_stages=2, num_microbatches=1)
+    graph, costs = described.graph, list[float]()
+    for found in (plan, halves):
+        strategy = found.layers[0].strategy
+        plain = described.layer_cost(0, strategy)
+        memory = {"kept_bytes": 0.0, "transient_bytes": 100.0, "marginal_bytes": 1000.0}
+        told = Footprint(**memory, leading_bytes=10.0, alone_bytes=700.0)
+        cost = replace(plain, **asdict(told), turned=told, origin="measured", runs=3)
+        profile = Profile(
+            source="measured",
+            graph_fingerprint=graph.fingerprint,
+            device_kind=described.device_kind,
+            num_devices=4,
+            batch_size=8,
+            entries=tuple(
+                sorted((Key(signature=x.signature, strategy=str(strategy), samples=8), cost) for x in graph.layers)
+            ),
+        )
+        model = uniap.estimate(graph, described.cluster, profile)
+        again = planner.solve(
+            model, strategy=strategy, num_stages=found.num_stages, num_microbatches=1, schedule="one_f_one_b"
+        )
+        costs += cost_model.with_memory_parts(model, again).prediction.peak_bytes
+    weights, batch = WIDTH * WIDTH * 4, 8 * WIDTH * 4
+    assert costs[0] == 2 * 3 * weights + 4 + batch / 4 + 2 * 1000 + 100 + 10
+    assert costs[1] == 3 * weights + 4 + batch / 2 + 700
+    assert costs[2] == 3 * weights + batch / 2 + 700  # as large as the batch: what the first hands on
+
+
+def test_a_layer_that_is_charged_by_itself_needs_all_that_it_was_compiled_with() -> None:
+    plain = LayerCost(forward_s=1.0, backward_s=1.0, sync_s=0.0, kept_bytes=30.0, transient_bytes=20.0)
+    assert by_itself(plain, 50.0) == (30.0, 20.0)
+    assert by_itself(replace(plain, marginal_bytes=100.0), 50.0) == (30.0, 40.0)
+    assert by_itself(replace(plain, marginal_bytes=40.0), 50.0) == (10.0, 0.0)

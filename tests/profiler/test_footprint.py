@@ -1,4 +1,4 @@
-from dataclasses import asdict
+from dataclasses import replace
 
 import jax
 import pytest
@@ -6,11 +6,14 @@ import pytest
 import cost_support
 from uniap_jax.core.cluster import local_cluster
 from uniap_jax.core.described import Describer
+from uniap_jax.core.profile import Footprint
 from uniap_jax.core.sharding import make_mesh
 from uniap_jax.core.strategy import Strategy, parse_strategy
-from uniap_jax.profiler.footprint import Footprint, Footprints, Replica, by_variety, measure_footprint, replica_of
+from uniap_jax.profiler.footprint import Footprints, Replica, by_variety, replica_of
 from uniap_jax.profiler.order import by_value, entries
-from uniap_jax.profiler.programs import Case, compile_split
+from uniap_jax.profiler.piece import compile_split, piece_of
+from uniap_jax.profiler.programs import Case
+from uniap_jax.profiler.window import Way, footprint, neighbourhood, window_need, window_piece
 from uniap_jax.runtime import compile as compile_plan
 from uniap_jax.runtime.stage_memory import program_bytes
 
@@ -20,10 +23,10 @@ def describer():
     return Describer(cost_support.graph(), local_cluster())
 
 
-def replica(text="data=1", samples=2, *, layer=0, fused=False, summed=True, mapped=False):
-    return Replica(
-        layer=layer, strategy=parse_strategy(text), samples=samples, fused=fused, summed=summed, mapped=mapped
-    )
+def replica(text="data=1", samples=2, *, layer=0, turned=False, summed=True, mapped=False):
+    strategy = parse_strategy(text)
+    way = Way(strategy=strategy, samples=samples, turned=turned, only=False, summed=summed, mapped=mapped)
+    return Replica(layer=layer, way=way)
 
 
 def test_one_replica_stands_for_all_data_ways_and_stages(describer):
@@ -32,15 +35,29 @@ def test_one_replica_stands_for_all_data_ways_and_stages(describer):
     alike = [e for e in found if e.layer == 0 and replica_of(e, describer.graph, "cpu") == replica(mapped=True)]
     assert {(e.num_stages, e.num_microbatches, str(e.strategy)) for e in alike} == {(4, 2, "data=2")}
     alone = replica_of(next(e for e in alike), describer.graph, "cpu")
-    assert (alone.strategy, alone.samples, alone.local) == (Strategy(), 2, 2.0)
+    assert (alone.way.strategy, alone.way.samples, alone.way.local) == (Strategy(), 2, 2.0)
     varied = by_variety(by_value(found, describer), describer.graph, "cpu")
-    assert len({replica_of(e, describer.graph, "cpu") for e in varied}) == len(varied) < len(found)
+    assert len({one.key for one in varied}) == len(varied) < 2 * len(found)
+    # of entries that a plan rests on, both as they are before the last stage and as they are in it
+    asked = found[-1]
+    first = by_variety(by_value(found, describer), describer.graph, "cpu", (asked.key,))[:2]
+    assert [one.key for one in first] == [replica_of(asked, describer.graph, "cpu", turned=t) for t in (False, True)]
+
+
+def test_where_the_batch_cannot_be_split_all_data_ways_are_compiled(describer):
+    """Examples that meet a statistic of the whole batch leave no replica to be compiled for itself."""
+    whole = replace(describer.graph, split_reason="examples meet a statistic of the whole batch")
+    found = entries(describer, num_stages=1, num_microbatches=1, keeps=("all",))
+    entry = next(e for e in found if str(e.strategy) == "data=8")
+    assert replica_of(entry, describer.graph, "cpu").way.strategy == Strategy()
+    way = replica_of(entry, whole, "cpu").way
+    assert (way.strategy, way.samples, way.local) == (Strategy(data=8), cost_support.BATCH, 1.0)
 
 
 def test_two_replicas_where_gradients_meet_in_a_gpu_program(describer):
     found = entries(describer, num_stages=1, num_microbatches=(1, 2), keeps=("all",))
     for e in (e for e in found if e.layer == 0):
-        alone, gpu = (replica_of(e, describer.graph, platform) for platform in ("cpu", "gpu"))
+        alone, gpu = (replica_of(e, describer.graph, platform).way for platform in ("cpu", "gpu"))
         meets = e.strategy.data > 1 and not gpu.mapped
         assert gpu.strategy.data == (2 if meets else 1)
         assert gpu.samples == alone.samples * gpu.strategy.data
@@ -73,7 +90,7 @@ def test_a_stage_is_compiled_as_the_runtime_runs_it(describer, keep):
         mesh=make_mesh(jax.devices()[:1]),
         mapped=True,
     )
-    for way, ours in zip(("forward", "backward"), compile_split(case, None, summed=True), strict=True):
+    for way, ours in zip(("forward", "backward"), compile_split(piece_of([case]), None, summed=True), strict=True):
         theirs = real[f"stage_{stage}_{way}"]
         assert ours.memory["temporaries"] == pytest.approx(theirs["temp_bytes"], abs=256), way
         assert ours.memory["outputs"] == pytest.approx(theirs["output_bytes"], abs=256), way
@@ -92,10 +109,16 @@ def test_recomputed_layers_are_alive_together(describer):
     first = graph.unique[_block(graph)][0]
     wanted = replica("keep=inputs", 4, layer=first)
     layer, cut = graph.layers[first], graph.microbatch(2)
-    told = describer.cost(layer, wanted.strategy, samples=4, fused=False)
-    weights = describer.weights(layer, wanted.strategy)
-    case = Case(graph=cut, layer=cut.layers[first], strategy=wanted.strategy, mesh=make_mesh(jax.devices()[:1]))
-    found = measure_footprint(case, wanted, told, weights)
+    way, mesh = wanted.way, make_mesh(jax.devices()[:1])
+    told = describer.cost(layer, way.strategy, samples=4, fused=False)
+    weights = describer.weights(layer, way.strategy)
+    found = footprint(
+        neighbourhood(cut, first, way.strategy),
+        way,
+        lambda layers: window_need(window_piece(cut, layers, way, mesh), way),
+        told,
+        weights,
+    )
     hidden = 4 * cost_support.HIDDEN * 4
     assert found.marginal_bytes >= weights.grads + (hidden if jax.__version_info__ < (0, 11) else 0)
     assert found.kept_bytes <= hidden
@@ -113,11 +136,11 @@ def test_between_two_batches_memory_lies_on_their_line_and_alone_is_scaled(descr
     assert Footprints(describer, {}).of(wanted, told).kept_bytes == told.kept_bytes
 
     def known(samples, factor):
-        one = Replica(**(asdict(wanted) | {"samples": samples, "strategy": wanted.strategy}))
+        one = replace(wanted, way=replace(wanted.way, samples=samples))
         return one, Footprint(kept_bytes=factor, transient_bytes=2 * factor, marginal_bytes=3 * factor)
 
-    ends = dict([known(wanted.samples // 2, 100.0), known(2 * wanted.samples, 400.0)])
+    ends = dict([known(wanted.way.samples // 2, 100.0), known(2 * wanted.way.samples, 400.0)])
     found = Footprints(describer, ends).of(wanted, told)
     assert found == Footprint(kept_bytes=200.0, transient_bytes=400.0, marginal_bytes=600.0)
-    alone = Footprints(describer, dict([known(wanted.samples // 2, 100.0)])).of(wanted, told)
+    alone = Footprints(describer, dict([known(wanted.way.samples // 2, 100.0)])).of(wanted, told)
     assert alone.kept_bytes == pytest.approx(200.0)  # twice the samples of a layer that keeps activations alone

@@ -16,7 +16,8 @@ from uniap_jax.profiler.cache import Cache
 from uniap_jax.profiler.measure import Measurer
 from uniap_jax.profiler.optimizer import measure_optimizer
 from uniap_jax.profiler.order import entries
-from uniap_jax.profiler.programs import Arrays, Case, compile_fused, compile_split
+from uniap_jax.profiler.piece import compile_split, piece_of
+from uniap_jax.profiler.programs import Arrays, Case, compile_fused
 from uniap_jax.profiler.run import run_entries
 from uniap_jax.profiler.timing import Timing
 
@@ -105,7 +106,7 @@ def test_out_of_memory_is_a_fact_other_failures_are_notes(graph, tmp_path, monke
 def test_split_programs_keep_what_was_described(graph, strategy):
     describer = Describer(graph, local_cluster())
     case = Case(graph=graph, layer=graph.layers[1], strategy=strategy, mesh=make_mesh(jax.devices()[:4]))
-    forward, backward = compile_split(case, Arrays())
+    forward, backward = compile_split(piece_of([case]), Arrays())
     told = describer.cost(graph.layers[1], strategy, samples=cost_support.BATCH, fused=False)
     written = cost_support.BATCH * cost_support.WIDTH * 4 / strategy.batch_ways
     assert forward.memory["outputs"] - written == pytest.approx(told.kept_bytes, abs=64)  # and a table of pointers
@@ -133,7 +134,7 @@ def test_the_two_programs_give_the_results_of_one(graph):
     strategy, mesh = Strategy(data=2, tensor=2), make_mesh(jax.devices()[:4])
     case = Case(graph=graph, layer=graph.layers[1], strategy=strategy, mesh=mesh)
     (both,) = compile_fused(case, Arrays())
-    forward, backward = compile_split(case, Arrays())
+    forward, backward = compile_split(piece_of([case]), Arrays())
     whole = both()
     written, *kept = forward()
     inputs, _, cotangents, sums = backward.arguments

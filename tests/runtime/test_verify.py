@@ -12,6 +12,7 @@ from runtime_support import decoder_state, decoder_step, make_plan, token_batch
 from uniap_jax import frontend, runtime
 from uniap_jax.core.graph import LayerGraph
 from uniap_jax.core.plan import Prediction
+from uniap_jax.runtime.pipeline import Pipeline
 from uniap_jax.runtime.stage_memory import stage_peaks
 from uniap_jax.runtime.verify import count_collectives, foreseen, place, places, verify, warn
 
@@ -79,6 +80,23 @@ def test_schedules_differ_by_what_is_in_flight(graph: LayerGraph) -> None:
     # four against two on the first stage, four against one on the second
     assert first[0] > last[0]
     assert first[1] > last[1]
+
+
+def test_the_batch_counts_where_it_is_read(graph: LayerGraph) -> None:
+    """Its rows are sent to their stages once per step, and stay there."""
+    step = runtime.compile(graph, make_plan(graph, stages=2, microbatches=4))
+    executor = step.executor
+    assert isinstance(executor, Pipeline)
+    whole = stage_peaks(step)
+    executor.built.feeder.rows = [[], []]
+    without = stage_peaks(step)
+    read = [
+        {graph.operands[o].leaf for o in s.operands if graph.operands[o].kind == "batch"} for s in executor.built.specs
+    ]
+    assert any(read)
+    for stage, leaves in enumerate(read):
+        ways = step.plan.layers[step.plan.stage_layers(stage)[0]].strategy.batch_ways
+        assert whole[stage] - without[stage] == sum(graph.step.batch[i].nbytes for i in leaves) / ways
 
 
 def test_case_23_a_line_of_the_compiler_is_mapped_to_its_layers(graph: LayerGraph) -> None:

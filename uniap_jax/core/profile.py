@@ -37,9 +37,11 @@ class Footprint:
     kept_bytes: float
     transient_bytes: float
     marginal_bytes: float = 0.0
+    leading_bytes: float = 0.0
+    alone_bytes: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("kept_bytes", "transient_bytes", "marginal_bytes"):
+        for name in ("kept_bytes", "transient_bytes", "marginal_bytes", "leading_bytes", "alone_bytes"):
             check_number(name, getattr(self, name))
 
 
@@ -54,9 +56,11 @@ class LayerCost:
         kept_bytes: what the forward leaves for the backward, parameters apart.
         transient_bytes: the most that is alive inside the forward or the backward beyond arguments, kept values
             and gradients.
-        marginal_bytes: what one more equal layer adds to a program beside its state: gradients, accumulators and what
-            it works with, as far as they are alive at once; with one stage the kept values too, with several those
-            are told apart. 0 where no compiler was asked.
+        marginal_bytes: what the layer adds to a program beside its state: gradients, accumulators and what it works
+            with, as far as they are alive at once; with one stage the kept values too, with several those are told
+            apart. 0 where no compiler was asked.
+        leading_bytes: what it adds beyond that as the first of several layers on a stage.
+        alone_bytes: all of that where it is the only layer of a stage. 0 where no compiler was asked.
         turned: memory on a stage that runs both directions as one program, as the last one does under 1F1B; None where
             that is no different, or not known.
         origin: one of ORIGINS.
@@ -70,16 +74,24 @@ class LayerCost:
     kept_bytes: float
     transient_bytes: float
     marginal_bytes: float = 0.0
+    leading_bytes: float = 0.0
+    alone_bytes: float = 0.0
     turned: Footprint | None = None
     origin: str = "described"
     spread: float = 0.0
     runs: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("forward_s", "backward_s", "sync_s", "kept_bytes", "transient_bytes", "marginal_bytes", "spread"):
+        memory = ("kept_bytes", "transient_bytes", "marginal_bytes", "leading_bytes", "alone_bytes")
+        for name in ("forward_s", "backward_s", "sync_s", *memory, "spread"):
             check_number(name, getattr(self, name))
         if self.origin not in ORIGINS:
             raise ProfileError(f"origin {self.origin!r} is unknown; use one of {', '.join(ORIGINS)}", field="origin")
+
+    @property
+    def working_bytes(self) -> float:
+        """The most that the layer works with beyond what it adds, wherever on a stage it lies."""
+        return self.transient_bytes + self.leading_bytes
 
     @property
     def time_s(self) -> float:

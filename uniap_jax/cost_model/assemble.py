@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +29,7 @@ from uniap_jax.cost_model.reshard import bundles, edge_tables
 from uniap_jax.cost_model.state import Shares, charged_to, layer_shares, state_bytes
 
 FloatArray = NDArray[np.float64]
+MEMORY = tuple(f.name for f in fields(Footprint))
 
 
 class TableModel:
@@ -171,18 +172,13 @@ class TableModel:
     def stage_cost(self, layer: int, strategy: Strategy, candidate: Candidate, stage: int) -> LayerCost:
         """What one micro-batch of a layer costs on a stage: its memory may be that of one program for both ways."""
         plain = self.layer_cost(layer, strategy, num_microbatches=candidate.num_microbatches)
-        if not holds_as_one(candidate, stage, strategy):
+        if not holds_as_one(candidate, stage, strategy, plain):
             return plain
         turned: Footprint | LayerCost | None = plain.turned
         if turned is None:
             samples = self.batch_size // candidate.num_microbatches
             turned = self._describer.cost(self.graph.layers[layer], strategy, samples=samples, fused=True)
-        return replace(
-            plain,
-            kept_bytes=turned.kept_bytes,
-            transient_bytes=turned.transient_bytes,
-            marginal_bytes=turned.marginal_bytes,
-        )
+        return replace(plain, **{name: getattr(turned, name) for name in MEMORY})
 
     def tables(self, candidate: Candidate) -> CostTables:
         """The tables of one candidate.
@@ -210,13 +206,13 @@ class TableModel:
                 held = self._held(layer, strategy, candidate)
                 always, each = beside_state(cost, held, candidate, self.cluster.platform)
                 fixed[group, k], kept[group, k] = held.state + always, each
-                transient[group, k] = cost.transient_bytes
+                transient[group, k] = cost.working_bytes
                 if turning:
                     ending = self.stage_cost(layer.index, strategy, candidate, stages - 1)
-                    turned = holds_as_one(candidate, stages - 1, strategy)
+                    turned = holds_as_one(candidate, stages - 1, strategy, ending)
                     beside = beside_state(ending, held, candidate, self.cluster.platform, turned=turned)
                     last[group, k] = held.state + sum(beside)
-                    last_transient[group, k] = ending.transient_bytes
+                    last_transient[group, k] = ending.working_bytes
         fixed += working_share(transient, self.graph, candidate)
         in_flight = np.array([flights(candidate, i) for i in range(stages)], dtype=np.float64)
         edges, tensor, reshard, cross, relay = edge_tables(

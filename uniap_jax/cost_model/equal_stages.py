@@ -25,6 +25,7 @@ from uniap_jax.core.strategy import Strategy
 from uniap_jax.core.vjp import is_float
 from uniap_jax.core.weights import param_bytes
 from uniap_jax.cost_model.hoisted import cast_shares
+from uniap_jax.cost_model.memory import by_itself
 from uniap_jax.cost_model.numbers import Numbers
 from uniap_jax.cost_model.reshard import Bundle, reshard_seconds
 from uniap_jax.cost_model.turns import TurnCosts
@@ -248,11 +249,13 @@ class EqualStages:
         calls = self._calls(layer.index, candidate)
         state, used, grads, full = self._kept(layer, strategy, self._outer_state)
         gather = model.links.time_s("all_gather", used, stages, model.num_devices // stages)
+        weights = model.weights(layer, wide if divides else strategy)
+        kept, working = by_itself(cost, weights.full_grads + (weights.grads if pieces > 1 else 0.0))
         return Row(
             time_s=calls * (cost.time_s + cost.sync_s + again),
             iteration_s=model.update_s(layer, strategy) / stages + gather,
-            memory_bytes=state + used + grads + cost.kept_bytes,
-            transient_bytes=cost.transient_bytes + full,
+            memory_bytes=state + used + grads + kept,
+            transient_bytes=working + full,
         )
 
     def _calls(self, layer: int, candidate: Candidate) -> int:

@@ -50,3 +50,17 @@ def beside_state(
         return 0.0, cost.marginal_bytes
     alive = max(cost.kept_bytes, held.full_grads) if platform == "tpu" else cost.kept_bytes + held.full_grads
     return summed, alive
+
+
+def by_itself(cost: LayerCost, grads: float) -> tuple[float, float]:
+    """(kept values, working memory) of a layer that is charged by itself, not as one more of its stage.
+
+    Args:
+        cost: of one program for both directions.
+        grads: gradients in that program.
+    """
+    if not cost.marginal_bytes:
+        return cost.kept_bytes, cost.transient_bytes
+    rest = max(0.0, cost.marginal_bytes + cost.transient_bytes - grads)
+    kept = min(cost.kept_bytes, rest)
+    return kept, rest - kept

@@ -58,8 +58,11 @@ def _peak(model: TableModel, plan: Plan, stage: int) -> float:
     columns = {s: _working(model, s, _candidate(plan), stage) for s in set(strategies)}
     shares = {s: working_share(columns[s], model.graph, _candidate(plan))[:, 0] for s in set(strategies)}
     spread = sum(float(shares[s][u]) for u, s in zip(layers, strategies, strict=True))
-    largest = max(float(columns[s][u, 0]) for u, s in zip(layers, strategies, strict=True))
-    return plan.prediction.peak_bytes[stage] - spread + largest + _arriving(model, plan, stage)
+    costs = [model.stage_cost(u, s, _candidate(plan), stage) for u, s in zip(layers, strategies, strict=True)]
+    working = max(c.transient_bytes for c in costs) + costs[0].leading_bytes
+    if len(costs) == 1 and costs[0].alone_bytes:
+        working = costs[0].alone_bytes - costs[0].marginal_bytes
+    return plan.prediction.peak_bytes[stage] - spread + working + _arriving(model, plan, stage)
 
 
 def _working(model: TableModel, strategy: Strategy, candidate: Candidate, stage: int) -> FloatArray:
@@ -67,7 +70,7 @@ def _working(model: TableModel, strategy: Strategy, candidate: Candidate, stage:
     found = [
         0.0
         if model.reason(u, strategy, num_microbatches=candidate.num_microbatches)
-        else model.stage_cost(u, strategy, candidate, stage).transient_bytes
+        else model.stage_cost(u, strategy, candidate, stage).working_bytes
         for u in range(len(model.graph.layers))
     ]
     return np.array(found)[:, None]

@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 from uniap_jax.core.costs import Candidate
 from uniap_jax.core.graph import LayerGraph
+from uniap_jax.core.profile import LayerCost
 from uniap_jax.core.strategy import Strategy
 
 FloatArray = NDArray[np.float64]
@@ -27,9 +28,9 @@ def turns_at_once(candidate: Candidate, stage: int) -> bool:
     return last and (candidate.schedule == "one_f_one_b" or candidate.num_microbatches == 1)
 
 
-def holds_as_one(candidate: Candidate, stage: int, strategy: Strategy) -> bool:
-    """Whether a layer holds otherwise for it; where only inputs are kept, two programs hold the same."""
-    return turns_at_once(candidate, stage) and strategy.keep != "inputs"
+def holds_as_one(candidate: Candidate, stage: int, strategy: Strategy, cost: LayerCost) -> bool:
+    """Whether a layer is charged as there; where only inputs are kept, two programs hold the same unless asked."""
+    return turns_at_once(candidate, stage) and (strategy.keep != "inputs" or cost.turned is not None)
 
 
 def busy_factor(candidate: Candidate, slowdown: float) -> float:

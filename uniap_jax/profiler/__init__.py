@@ -96,19 +96,19 @@ def profile(
     ranked = by_value(found, describer, first)
     footprinter = Footprinter(describer=describer, prober=prober)
     footprints = run_entries(
-        by_variety(ranked, describer.graph, cluster.platform),
+        by_variety(ranked, describer.graph, cluster.platform, first),
         footprinter,
         deadline_s=time.monotonic() + MEMORY_SHARE * (start + budget_s - time.monotonic()),
         progress=progress,
         workers=usable_cores(),
     )
     probed = run_entries(ranked, prober, deadline_s=start + budget_s, progress=progress, workers=workers)
-    costs, calibration = fill(found, probed, describer, dict(footprints.values()))
+    costs, calibration = fill(found, probed, describer, footprints)
     count = sum(c.origin == source for c in probed.values())
     note = (
         f"{count} of {len(found)} entries are {source}; the others are described, calibrated on these "
         f"(mean error {calibration.error:.0%} before the correction by neighbours). Memory follows from "
-        f"{len(footprints)} compiled windows."
+        f"{len(footprinter.needs)} compiled windows."
     )
     return _profile(
         describer,

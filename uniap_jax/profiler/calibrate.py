@@ -104,14 +104,19 @@ def fill(
 
 def _with_memory(entry: Entry, cost: LayerCost, memory: Footprints, describer: Describer) -> LayerCost:
     layer = describer.graph.layers[entry.layer]
-    replica = replica_of(entry, describer.graph, describer.cluster.platform)
 
-    def footprint(fused: bool) -> Footprint:
+    def replica(*, turned: bool) -> Replica:
+        return replica_of(entry, describer.graph, describer.cluster.platform, turned=turned)
+
+    def found(*, turned: bool) -> Footprint:
+        fused = turned or entry.num_stages == 1
         told = describer.cost(layer, entry.strategy, samples=entry.key.samples, fused=fused)
-        return memory.of(replace(replica, fused=fused), told)
+        return memory.of(replica(turned=turned), told)
 
-    turned = None if entry.num_stages == 1 or entry.strategy.keep == "inputs" else footprint(True)
-    return replace(cost, **asdict(footprint(replica.fused)), turned=turned)
+    # where only inputs are kept, one program for both directions holds nearly what two hold
+    otherwise = entry.strategy.keep != "inputs" or memory.has(replica(turned=True))
+    turned = found(turned=True) if entry.num_stages > 1 and otherwise else None
+    return replace(cost, **asdict(found(turned=False)), turned=turned)
 
 
 def _recomputed(

@@ -1,4 +1,4 @@
-"""Memory of a layer as programs hold it: compiled for one replica, with one layer and with two, at several batches.
+"""Memory of a layer as programs hold it: from windows compiled for one replica, at several batches.
 
 A device holds what it holds however many replicas work beside it, so one compile serves every number of data ways,
 every number of stages and every number of micro-batches that leave it as many samples.
@@ -7,24 +7,34 @@ every number of stages and every number of micro-batches that leave it as many s
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from threading import Lock
 from typing import Any
 
 import jax
 
 from uniap_jax.core.described import Describer
-from uniap_jax.core.errors import ProfileError, TraceError
+from uniap_jax.core.errors import ProfileError, StrategyError, TraceError
 from uniap_jax.core.graph import LayerGraph
-from uniap_jax.core.profile import Footprint, LayerCost
+from uniap_jax.core.profile import Footprint, Key, LayerCost
 from uniap_jax.core.replicated import reduces_once
-from uniap_jax.core.sharding import make_mesh, shard_bytes
+from uniap_jax.core.sharding import make_mesh
 from uniap_jax.core.strategy import DEGREES, Strategy
-from uniap_jax.core.weights import ParamBytes
 from uniap_jax.profiler.order import Entry
 from uniap_jax.profiler.probe import Prober
-from uniap_jax.profiler.programs import Case, Direction, compile_split
-from uniap_jax.profiler.window import links_of, window_bytes
+from uniap_jax.profiler.window import (
+    Need,
+    Neighbourhood,
+    Run,
+    Way,
+    compiled_as,
+    footprint,
+    neighbourhood,
+    window_facts,
+    window_need,
+    window_piece,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,133 +43,44 @@ class Replica:
 
     Attributes:
         layer: first of its kind.
-        strategy: with data ways only where gradients meet over them in the program itself, and that changes its memory.
-        samples: of its replicas together and one micro-batch.
-        fused: forward and backward in one program.
-        summed: gradients of several micro-batches are added up.
-        mapped: the runtime maps the layer over replicas, so that gradients meet once a step.
+        way: how its stage is run.
     """
 
     layer: int
-    strategy: Strategy
-    samples: int
-    fused: bool
-    summed: bool
-    mapped: bool = False
-
-    @property
-    def local(self) -> float:
-        """Samples on a device."""
-        return self.samples / (self.strategy.batch_ways * self.strategy.context)
+    way: Way
 
     @property
     def family(self) -> Replica:
         """All that differ in their samples alone."""
-        return replace(self, samples=0)
+        return replace(self, way=replace(self.way, samples=0))
 
 
-def replica_of(entry: Entry, graph: LayerGraph, platform: str) -> Replica:
-    """The replica of an entry; two of them where they wait for each other's gradients on a GPU.
+def replica_of(entry: Entry, graph: LayerGraph, platform: str, *, turned: bool = False) -> Replica:
+    """The replica of an entry: all data ways at once where the batch cannot be split.
 
-    Its compiler joins small gradients for one collective and computes them right before it, so that what they are
-    computed from stays alive for several layers; most of what recomputing would free does.
+    Two of them where replicas wait for each other's gradients on a GPU: its compiler joins small gradients for one
+    collective and computes them right before it, so that what they are computed from stays alive for several layers;
+    most of what recomputing would free does.
 
     Args:
         entry: of a profile.
         graph: of the entry.
         platform: of the devices.
+        turned: whether its stage runs both directions as one program though it is not the only one.
     """
-    summed = entry.num_microbatches > 1
+    only, summed, data = entry.num_stages == 1, entry.num_microbatches > 1, entry.strategy.data
     mapped = summed and reduces_once(graph, graph.layers[entry.layer], entry.strategy)
-    together = 2 if platform == "gpu" and entry.strategy.data > 1 and not mapped else 1
-    ways = entry.strategy.data // together if entry.strategy.data % together == 0 else entry.strategy.data
-    return Replica(
-        layer=entry.layer,
-        strategy=replace(entry.strategy, data=entry.strategy.data // ways),
+    meet = platform == "gpu" and data % 2 == 0 and not mapped
+    ways = 1 if graph.split_reason else data // 2 if meet else data
+    way = Way(
+        strategy=replace(entry.strategy, data=data // ways),
         samples=entry.key.samples // ways,
-        fused=entry.num_stages == 1,
+        turned=only or turned,
+        only=only,
         summed=summed,
         mapped=mapped,
     )
-
-
-def measure_footprint(case: Case, replica: Replica, told: LayerCost, weights: ParamBytes) -> Footprint:
-    """What the compiler says; as described where it says nothing.
-
-    Args:
-        case: the replica's layer on its devices.
-        replica: what is sought.
-        told: its described cost, for what the compiler does not tell apart.
-        weights: of the layer's parameters.
-    """
-    return _fused(case, replica, told, weights) if replica.fused else _split(case, replica, told, weights)
-
-
-def _fused(case: Case, replica: Replica, told: LayerCost, weights: ParamBytes) -> Footprint:
-    slope, rest = window_bytes(case, 2 if replica.summed else 1)
-    if slope or not rest:
-        return Footprint(kept_bytes=told.kept_bytes, transient_bytes=rest or told.transient_bytes, marginal_bytes=slope)
-    rest -= weights.full_grads + (weights.grads if replica.summed else 0.0)
-    kept = min(told.kept_bytes, max(0.0, rest))
-    return Footprint(kept_bytes=kept, transient_bytes=max(0.0, rest - kept), marginal_bytes=0.0)
-
-
-def _split(case: Case, replica: Replica, told: LayerCost, weights: ParamBytes) -> Footprint:
-    """Of a stage: beside what is in flight it holds the sums of gradients and what its larger program works with."""
-    links, edges = links_of(case), edge_bytes(case)
-    one = _stage(case, replica, 1, {}, edges)
-    if one is None:
-        return Footprint(kept_bytes=told.kept_bytes, transient_bytes=told.transient_bytes, marginal_bytes=0.0)
-    if links is None:
-        working = max(0.0, one.own - (weights.full_grads if replica.summed else weights.grads))
-        return Footprint(kept_bytes=one.held + edges["reads"], transient_bytes=working, marginal_bytes=0.0)
-    two = _stage(case, replica, 2, links, edges)
-    assert two is not None
-    more = max(0.0, two.own - one.own)
-    return Footprint(
-        kept_bytes=max(0.0, two.held - one.held),
-        transient_bytes=max(0.0, one.own - more),
-        marginal_bytes=(weights.grads if replica.summed else 0.0) + more,
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Stage:
-    """Bytes of equal layers as a stage.
-
-    Attributes:
-        held: what the forward leaves for the backward.
-        own: what the larger of both programs needs beside it, its arguments and the sums.
-    """
-
-    held: float
-    own: float
-
-
-def _stage(
-    case: Case, replica: Replica, number: int, links: Mapping[int, int], edges: Mapping[str, float]
-) -> _Stage | None:
-    forward, backward = compile_split(case, None, number=number, links=links, summed=replica.summed)
-    if not forward.memory or not backward.memory:
-        return None
-    held = max(0.0, forward.memory["outputs"] - edges["writes"])
-    return _Stage(held=held, own=max(_own(forward) - held, _own(backward)))
-
-
-def _own(program: Direction) -> float:
-    """What a program needs beside its arguments."""
-    memory = program.memory
-    return memory["temporaries"] + memory["outputs"] - memory["aliased"]
-
-
-def edge_bytes(case: Case) -> dict[str, float]:
-    """Bytes per device of what the layer reads and writes, as laid out."""
-    sizes, where = {name: int(size) for name, size in case.mesh.shape.items()}, case.sharding()
-
-    def total(values: Sequence[int], specs: Sequence[Any]) -> float:
-        return float(sum(shard_bytes(case.graph.values[v], s, sizes) for v, s in zip(values, specs, strict=True)))
-
-    return {"reads": total(case.layer.reads, where.reads), "writes": total(case.layer.writes, where.writes)}
+    return Replica(layer=entry.layer, way=way)
 
 
 class Footprints:
@@ -173,8 +94,12 @@ class Footprints:
     def __init__(self, describer: Describer, known: Mapping[Replica, Footprint]) -> None:
         self._describer, self._known = describer, dict(known)
         self._families: dict[Replica, list[Replica]] = {}
-        for replica in sorted(self._known, key=lambda r: r.samples):
+        for replica in sorted(self._known, key=lambda r: r.way.samples):
             self._families.setdefault(replica.family, []).append(replica)
+
+    def has(self, wanted: Replica) -> bool:
+        """Whether it was measured, or lies on the line through two batches that were."""
+        return wanted in self._known or len(self._families.get(wanted.family, ())) > 1
 
     def of(self, wanted: Replica, told: LayerCost) -> Footprint:
         """As measured; on the line through two batches, scaled from the nearest of its layer, or as described."""
@@ -190,7 +115,7 @@ class Footprints:
 
     def _between(self, wanted: Replica, kin: Sequence[Replica]) -> Footprint:
         a, b = kin
-        share = (wanted.samples - a.samples) / (b.samples - a.samples)
+        share = (wanted.way.samples - a.way.samples) / (b.way.samples - a.way.samples)
         low, high = self._known[a], self._known[b]
 
         def mixed(name: str) -> float:
@@ -201,6 +126,8 @@ class Footprints:
             kept_bytes=mixed("kept_bytes"),
             transient_bytes=mixed("transient_bytes"),
             marginal_bytes=mixed("marginal_bytes") if low.marginal_bytes and high.marginal_bytes else 0.0,
+            leading_bytes=mixed("leading_bytes"),
+            alone_bytes=mixed("alone_bytes"),
         )
 
     def _scaled(self, wanted: Replica, near: Replica) -> Footprint:
@@ -209,26 +136,35 @@ class Footprints:
         marginal = 0.0
         if known.marginal_bytes:
             measured = max(0.0, known.marginal_bytes - self._of_params(near))
-            grown = _ratio(told.kept_bytes, there.kept_bytes) if near.fused else _ratio(wanted.local, near.local)
+            grown = (
+                _ratio(told.kept_bytes, there.kept_bytes)
+                if near.way.turned
+                else _ratio(wanted.way.local, near.way.local)
+            )
             marginal = self._of_params(wanted) + measured * grown
+        transient = _ratio(told.transient_bytes, there.transient_bytes)
+        beyond = (known.alone_bytes - known.marginal_bytes) * transient
         return Footprint(
             kept_bytes=known.kept_bytes * _ratio(told.kept_bytes, there.kept_bytes),
-            transient_bytes=known.transient_bytes * _ratio(told.transient_bytes, there.transient_bytes),
+            transient_bytes=known.transient_bytes * transient,
             marginal_bytes=marginal,
+            leading_bytes=known.leading_bytes * _ratio(wanted.way.local, near.way.local),
+            alone_bytes=max(0.0, marginal + beyond) if marginal else 0.0,
         )
 
     def _activations(self, replica: Replica) -> LayerCost:
         """Described of as many samples on a device without gathered parameters."""
-        layer, ways = self._describer.graph.layers[replica.layer], replica.strategy.fsdp
-        plain = replace(replica.strategy, fsdp=1, zero=3)
-        return self._describer.cost(layer, plain, samples=replica.samples // ways, fused=replica.fused)
+        layer, way = self._describer.graph.layers[replica.layer], replica.way
+        plain = replace(way.strategy, fsdp=1, zero=3)
+        return self._describer.cost(layer, plain, samples=way.samples // way.strategy.fsdp, fused=way.turned)
 
     def _of_params(self, replica: Replica) -> float:
         """Of what one more layer adds: gradients, sums of them, and parameters gathered for the backward."""
-        weights = self._describer.weights(self._describer.graph.layers[replica.layer], replica.strategy)
+        way = replica.way
+        weights = self._describer.weights(self._describer.graph.layers[replica.layer], way.strategy)
         gathered = weights.used if weights.used > weights.stored else 0.0
-        sums = weights.grads if replica.summed else 0.0
-        if replica.fused:
+        sums = weights.grads if way.summed else 0.0
+        if way.turned:
             return weights.full_grads + sums + gathered
         return gathered + (sums or weights.grads)
 
@@ -239,91 +175,144 @@ def _ratio(wanted: float, near: float) -> float:
 
 def _alike(a: Replica, b: Replica) -> bool:
     """Whether one says something of the other: the same layer, in one program or in two, keeping alike."""
-    return (a.layer, a.fused, a.strategy.keep) == (b.layer, b.fused, b.strategy.keep)
+    return (a.layer, a.way.turned, a.way.strategy.keep) == (b.layer, b.way.turned, b.way.strategy.keep)
 
 
-def _apart(a: Replica, b: Replica) -> float:
+def _apart(one: Replica, other: Replica) -> float:
     """How unlike two replicas of a layer are, in doublings of a degree or of the batch."""
+    a, b = one.way, other.way
     pairs = [(a.local, b.local)] + [(getattr(a.strategy, n), getattr(b.strategy, n)) for n in DEGREES]
     moved = sum(abs(math.log2(x / y)) for x, y in pairs)
     others: list[bool] = [a.strategy.zero != b.strategy.zero, a.strategy.sequence != b.strategy.sequence]
-    others += [a.summed != b.summed, a.mapped != b.mapped]
+    others += [a.summed != b.summed, a.mapped != b.mapped, a.only != b.only]
     return moved + sum(others)
 
 
-def by_variety(ranked: Sequence[Entry], graph: LayerGraph, platform: str) -> list[Entry]:
-    """Entries of different replicas: of each family the largest batch, then the smallest, then those between.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sought:
+    """A replica whose memory is sought.
+
+    Attributes:
+        key: the replica.
+        num_stages: of the first entry that asks for it.
+    """
+
+    key: Replica
+    num_stages: int
+
+    @property
+    def layer(self) -> int:
+        """First of its kind."""
+        return self.key.layer
+
+    @property
+    def strategy(self) -> Strategy:
+        """Of the replica."""
+        return self.key.way.strategy
+
+
+def by_variety(ranked: Sequence[Entry], graph: LayerGraph, platform: str, first: Collection[Key] = ()) -> list[Sought]:
+    """Different replicas: those asked for, then of each family the largest batch, then the smallest, then the rest.
 
     Args:
         ranked: most valuable first.
         graph: of the entries.
         platform: of the devices.
+        first: entries whose own replicas come before all others.
     """
-    families: dict[Replica, dict[Replica, Entry]] = {}
+    asked: dict[Replica, Sought] = {}
+    families: dict[Replica, dict[Replica, Sought]] = {}
     for entry in ranked:
-        replica = replica_of(entry, graph, platform)
-        families.setdefault(replica.family, {}).setdefault(replica, entry)
-    rounds: dict[int, list[Entry]] = {}
+        for turned in (False, True) if entry.num_stages > 1 else (False,):
+            one = Sought(key=replica_of(entry, graph, platform, turned=turned), num_stages=entry.num_stages)
+            families.setdefault(one.key.family, {}).setdefault(one.key, one)
+            if entry.key in first:
+                asked.setdefault(one.key, one)
+    rounds: dict[int, list[Sought]] = {-1: list(asked.values())}
     for found in families.values():
-        sizes = sorted(found, key=lambda r: r.samples)
+        sizes = sorted(found, key=lambda r: r.way.samples)
         order = [*sizes[-1:], *sizes[:-1][:1], *sizes[1:-1]]
         for i, replica in enumerate(order):
-            rounds.setdefault(i, []).append(found[replica])
-    return [e for i in sorted(rounds) for e in rounds[i]]
+            if replica not in asked:
+                rounds.setdefault(i, []).append(found[replica])
+    return [one for i in sorted(rounds) for one in rounds[i]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Footprinter:
-    """Finds the memory of entries by compiling them for one replica.
+    """Finds the memory of replicas by compiling windows of the graph.
 
     Attributes:
         describer: of the graph.
-        prober: says where entries are compiled, and keeps what is found.
+        prober: says where windows are compiled, and keeps what is found.
+        needs: of windows, by their layers and how they are run; None where the compiler says nothing.
+        locks: of windows that are being compiled.
+        missing: windows that the cache does not have.
+        around: of each kind of layer under each strategy, its neighbourhood.
     """
 
     describer: Describer
     prober: Prober
+    needs: dict[tuple[Run, Way], Need | None] = field(default_factory=dict)
+    locks: dict[tuple[Run, Way], Lock] = field(default_factory=dict)
+    missing: set[tuple[Run, Way]] = field(default_factory=set)
+    around: dict[tuple[int, Strategy], Neighbourhood] = field(default_factory=dict)
 
-    def facts(self, replica: Replica) -> dict[str, Any]:
-        """The cache key of a replica."""
-        layer = self.describer.graph.layers[replica.layer]
-        return {
-            "what": "footprint",
-            "signature": layer.signature,
-            "shapes": [f"{a.shape}{a.dtype}" for a in layer.jaxpr.in_avals],
-            "batch": self.describer.graph.batch_size,
-            "strategy": str(replica.strategy),
-            "samples": replica.samples,
-            "fused": replica.fused,
-            "summed": replica.summed,
-            "mapped": replica.mapped,
-            **self.prober.surroundings(replica.strategy.num_devices),
-        }
+    def known(self, sought: Sought) -> Footprint | None:
+        """From windows that were compiled before; None where one was not."""
+        around = self._around(sought.key)
+        if not all(self._cached(layers, sought.key.way) for layers in around.windows):
+            return None
+        return self._found(sought.key, around)
 
-    def known(self, entry: Entry) -> tuple[Replica, Footprint] | None:
-        """What the cache has."""
-        replica = replica_of(entry, self.describer.graph, self.describer.cluster.platform)
-        numbers = self.prober.cache.get(self.facts(replica))
-        return None if numbers is None else (replica, Footprint(**numbers))
-
-    def measure(self, entry: Entry) -> tuple[Replica, Footprint] | None:
+    def measure(self, sought: Sought) -> Footprint | None:
         """Compiled now; None where the step does other things with so few samples or does not compile."""
-        graph = self.describer.graph
-        replica = replica_of(entry, graph, self.describer.cluster.platform)
-        layer = graph.layers[entry.layer]
-        told = self.describer.cost(layer, replica.strategy, samples=replica.samples, fused=replica.fused)
+        graph, way, around = self.describer.graph, sought.key.way, self._around(sought.key)
         try:
-            pieces = graph.batch_size // replica.samples
-            cut = graph if pieces == 1 else graph.microbatch(pieces)
-            mesh = make_mesh(list(self.prober.stage(replica.strategy.num_devices)))
-            here = cut.layers[entry.layer]
-            case = Case(graph=cut, layer=here, strategy=replica.strategy, mesh=mesh, mapped=replica.mapped)
-            found = measure_footprint(case, replica, told, self.describer.weights(layer, replica.strategy))
+            for layers in around.windows:
+                with self.locks.setdefault((layers, compiled_as(way)), Lock()):
+                    if not self._cached(layers, way):
+                        self._compile(layers, way)
         except TraceError:
             return None
-        except (ProfileError, jax.errors.JaxRuntimeError) as error:
-            why = str(error).splitlines()[0]
-            self.prober.notes[f"Memory of layer {layer.name} under {replica.strategy} is described: {why}."] = None
+        except (ProfileError, StrategyError, jax.errors.JaxRuntimeError) as error:
+            why, name = str(error).splitlines()[0], graph.layers[sought.layer].name
+            self.prober.notes[f"Memory of layer {name} under {way.strategy} is described: {why}."] = None
             return None
-        self.prober.cache.put(self.facts(replica), asdict(found))
-        return replica, found
+        return self._found(sought.key, around)
+
+    def _around(self, replica: Replica) -> Neighbourhood:
+        name = replica.layer, replica.way.strategy
+        if name not in self.around:
+            self.around[name] = neighbourhood(self.describer.graph, *name)
+        return self.around[name]
+
+    def _found(self, replica: Replica, around: Neighbourhood) -> Footprint | None:
+        layer, way = self.describer.graph.layers[replica.layer], replica.way
+        told = self.describer.cost(layer, way.strategy, samples=way.samples, fused=way.turned)
+        weights = self.describer.weights(layer, way.strategy)
+        return footprint(around, way, lambda layers: self.needs[layers, compiled_as(way)], told, weights)
+
+    def _cached(self, layers: Run, way: Way) -> bool:
+        """Whether a window is known; looks it up."""
+        name = layers, compiled_as(way)
+        if name not in self.needs:
+            numbers = None if name in self.missing else self.prober.cache.get(self._facts(layers, way))
+            if numbers is None:
+                self.missing.add(name)
+                return False
+            self.needs[name] = Need(**numbers) if numbers else None
+        return True
+
+    def _facts(self, layers: Run, way: Way) -> dict[str, Any]:
+        """The cache key of a window."""
+        surroundings = self.prober.surroundings(way.strategy.num_devices)
+        return {**window_facts(self.describer.graph, layers, way), **surroundings}
+
+    def _compile(self, layers: Run, way: Way) -> None:
+        pieces = self.describer.graph.batch_size // way.samples
+        cut = self.describer.graph if pieces == 1 else self.describer.graph.microbatch(pieces)
+        mesh = make_mesh(list(self.prober.stage(way.strategy.num_devices)))
+        need = window_need(window_piece(cut, layers, way, mesh), way)
+        self.needs[layers, compiled_as(way)] = need
+        self.prober.cache.put(self._facts(layers, way), {} if need is None else asdict(need))

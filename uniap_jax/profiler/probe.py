@@ -15,7 +15,8 @@ from uniap_jax.core.profile import LayerCost
 from uniap_jax.core.sharding import make_mesh
 from uniap_jax.profiler.cache import Cache
 from uniap_jax.profiler.order import Entry
-from uniap_jax.profiler.programs import Arrays, Case, Direction, compile_fused, compile_split
+from uniap_jax.profiler.piece import compile_split, piece_of
+from uniap_jax.profiler.programs import Arrays, Case, Direction, compile_fused
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -109,7 +110,7 @@ class Prober(ABC):
         case = Case(graph=cut, layer=cut.layers[entry.layer], strategy=entry.strategy, mesh=mesh)
         if entry.num_stages == 1:
             return self.times(compile_fused(case, self.arrays))
-        return self.times(compile_split(case, self.arrays, summed=entry.num_microbatches > 1))
+        return self.times(compile_split(piece_of([case]), self.arrays, summed=entry.num_microbatches > 1))
 
     def _cost(self, entry: Entry, numbers: dict[str, Any]) -> LayerCost:
         layer, fused = self.describer.graph.layers[entry.layer], entry.num_stages == 1

@@ -1,12 +1,11 @@
 """The programs that are measured: forward and backward of one layer, laid out as the runtime lays it out.
 
-With one stage both directions are one program, as in the planned step. A pipeline stage runs them as two, with the
-kept values in between; inputs, and cheap functions of parameters or of the batch alone, are not kept but made again.
+With one stage both directions are one program, as in the planned step; what a pipeline stage runs is in `piece`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +15,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from uniap_jax.core.graph import Layer, LayerGraph
-from uniap_jax.core.jax_compat import Literal
-from uniap_jax.core.jaxprs import Tape, close, flatten, live_eqns, open_jaxpr
-from uniap_jax.core.kernels import CHEAP
+from uniap_jax.core.jaxprs import Tape, close, live_eqns, open_jaxpr
 from uniap_jax.core.rewrite_layout import laid_out
 from uniap_jax.core.sharding import LayerSharding, layer_sharding
 from uniap_jax.core.strategy import Strategy
@@ -73,15 +70,6 @@ class Case:
         """Parameters as the layer's function takes them."""
         return [p[None] for p in params] if self.mapped else list(params)
 
-    def sums(self, number: int) -> tuple[list[Any], list[PartitionSpec]]:
-        """Shapes and layouts of what the gradients of `number` such layers are added up in."""
-        lead, specs = ((1,), (None,)) if self.mapped else ((), ())
-        shapes = [
-            jax.ShapeDtypeStruct((*lead, *a.shape), jnp.promote_types(a.dtype, jnp.float32))
-            for a in layer_avals(self.layer)[0]
-        ]
-        return shapes * number, [PartitionSpec(*specs, *g) for g in self.sharding().grads] * number
-
 
 def compile_fused(case: Case, arrays: Arrays | None) -> tuple[Direction]:
     """Forward and backward as one program: `(params, operands, reads, cotangents) -> (writes, gradients)`.
@@ -103,84 +91,6 @@ def compile_fused(case: Case, arrays: Arrays | None) -> tuple[Direction]:
     shapes = (*layer_avals(case.layer), float_writes(case))
     specs = (where.stored, where.operands, where.reads, writes)
     return (compile_on(case, both, shapes, specs, [*writes, *_grad_specs(case, where)], arrays),)
-
-
-def compile_split(
-    case: Case, arrays: Arrays | None, *, number: int = 1, links: Mapping[int, int] | None = None, summed: bool = False
-) -> tuple[Direction, Direction]:
-    """Forward `-> (writes, kept)` and backward `(inputs, kept, cotangents, sums) -> gradients`, as stages run them.
-
-    Args:
-        case: what to compile and where.
-        arrays: of the arguments to run them with; None where they are only compiled.
-        number: of equal layers, one after the other.
-        links: how each reads the one before, from `window.successor`.
-        summed: whether gradients are added to sums that the backward is given, whose buffers it takes where nothing
-            is run.
-    """
-    where, run = case.sharding(), chain_function(case, number, links or {})
-    structure: list[Any] = []
-
-    def forward(params: Any, operands: Any, reads: Any) -> Any:
-        outs, pull = vjp(run, case.view(params), operands, reads)
-        leaves, tree = jax.tree.flatten(pull)
-        structure[:] = [tree]
-        return outs, leaves
-
-    one, operand_avals, read_avals = layer_avals(case.layer)
-    groups = [*one] * number, operand_avals, read_avals
-    tape = flatten(jax.make_jaxpr(forward)(*groups))
-    writes = _float_specs(case, where)
-    residuals = tape.outvars[len(writes) :]
-    again = _cheap(tape, [*tape.invars[: len(groups[0]) + len(groups[1])], *tape.consts])
-    known = {*again, *tape.invars}
-    kept = [v for v in dict.fromkeys(r for r in residuals if not isinstance(r, Literal)) if v not in known]
-    ahead = as_function(tape, tape.invars, [*tape.outvars[: len(writes)], *kept])
-    flat_shapes = [a for g in groups for a in g]
-    flat_specs = [*list(where.stored) * number, *where.operands, *where.reads]
-    first = compile_on(case, ahead, (flat_shapes,), (flat_specs,), [*writes, *([None] * len(kept))], arrays)
-
-    wanted = [r for r in residuals if not isinstance(r, Literal) and r not in kept]
-    needed = live_eqns(tape.eqns, wanted)[1]
-    inputs = [i for i, v in enumerate(tape.invars) if v in needed]
-    remake = as_function(tape, [tape.invars[i] for i in inputs], wanted)
-    sums, grad_specs = case.sums(number)
-
-    def behind(given: Any, held: Any, cotangents: Any, totals: Any) -> Any:
-        values = dict(zip([*wanted, *kept], [*remake(given), *held], strict=True))
-        leaves = [r.val if isinstance(r, Literal) else values[r] for r in residuals]
-        grads, into = jax.tree.unflatten(structure[0], leaves)(cotangents)
-        if totals:
-            grads = [t + g.astype(t.dtype) for t, g in zip(totals, grads, strict=True)]
-        return [*(pin(g, case.mesh, s) for g, s in zip(grads, grad_specs, strict=True)), *into]
-
-    shapes = ([flat_shapes[i] for i in inputs], [_shape(v) for v in kept], float_writes(case), sums if summed else [])
-    held = list(first.compiled.output_shardings[len(writes) :])
-    specs = ([flat_specs[i] for i in inputs], held, writes, grad_specs if summed else [])
-    outs = [*grad_specs, *_read_specs(case, where)]
-    donated = (3,) if summed and arrays is None else ()
-    return first, compile_on(case, behind, shapes, specs, outs, arrays, donate=donated)
-
-
-def chain_function(case: Case, number: int, links: Mapping[int, int]) -> Callable[..., list[Any]]:
-    """`number` equal layers, each reading the one before: `(their parameters, operands, reads) -> writes of the last`.
-
-    Args:
-        case: one of them.
-        number: of layers.
-        links: {position among the reads: position among the writes of the layer before}.
-    """
-    run, count = case_function(case), len(case.layer.params)
-
-    def chain(params: Sequence[Any], operands: Sequence[Any], reads: Sequence[Any]) -> list[Any]:
-        first = list(reads)
-        outs: list[Any] = []
-        for i in range(number):
-            outs = run(params[i * count : (i + 1) * count], operands, reads)
-            reads = [outs[links[j]] if j in links else r for j, r in enumerate(first)]
-        return outs
-
-    return chain
 
 
 def vjp(run: Callable[..., list[Any]], params: Any, operands: Any, reads: Any) -> tuple[list[Any], Any]:
@@ -243,19 +153,6 @@ def float_writes(case: Case) -> list[Any]:
 
 def _float_specs(case: Case, where: LayerSharding) -> list[PartitionSpec]:
     return [s for s, a in zip(where.writes, case.layer.jaxpr.out_avals, strict=True) if is_float(a)]
-
-
-def _shape(var: Any) -> Any:
-    return jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype)
-
-
-def _cheap(tape: Tape, start: Sequence[Any]) -> set[Any]:
-    """Variables that cheap equations make of `start` alone."""
-    found = set(start)
-    for eqn in tape.eqns:
-        if eqn.primitive.name in CHEAP and all(isinstance(v, Literal) or v in found for v in eqn.invars):
-            found.update(eqn.outvars)
-    return found
 
 
 def as_function(tape: Tape, inputs: Sequence[Any], outs: Sequence[Any]) -> Callable[..., list[Any]]:

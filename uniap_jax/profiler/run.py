@@ -5,11 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from uniap_jax.core.described import Describer
-from uniap_jax.core.profile import Key
-from uniap_jax.profiler.order import Entry
+from uniap_jax.core.strategy import Strategy
 
 T_co = TypeVar("T_co", covariant=True)
 T = TypeVar("T")
@@ -19,7 +18,35 @@ RECENT = 5
 """How many of the latest durations say how long the next entry will take."""
 
 
-class Probing(Protocol[T_co]):
+class Item(Protocol):
+    """Something about a layer that is to be found out."""
+
+    @property
+    def key(self) -> Any:
+        """What it is found by."""
+        ...
+
+    @property
+    def layer(self) -> int:
+        """Index in the graph."""
+        ...
+
+    @property
+    def strategy(self) -> Strategy:
+        """On a stage's sub-mesh."""
+        ...
+
+    @property
+    def num_stages(self) -> int:
+        """P."""
+        ...
+
+
+E = TypeVar("E", bound=Item)
+E_contra = TypeVar("E_contra", bound=Item, contravariant=True)
+
+
+class Probing(Protocol[E_contra, T_co]):
     """What finds something out about an entry."""
 
     @property
@@ -27,18 +54,18 @@ class Probing(Protocol[T_co]):
         """Of the graph."""
         ...
 
-    def known(self, entry: Entry) -> T_co | None:
+    def known(self, entry: E_contra) -> T_co | None:
         """What the cache has."""
         ...
 
-    def measure(self, entry: Entry) -> T_co | None:
+    def measure(self, entry: E_contra) -> T_co | None:
         """Found out now; None where it cannot be."""
         ...
 
 
 def run_entries(
-    ranked: Sequence[Entry], prober: Probing[T], *, deadline_s: float, progress: Progress | None, workers: int = 1
-) -> dict[Key, T]:
+    ranked: Sequence[E], prober: Probing[E, T], *, deadline_s: float, progress: Progress | None, workers: int = 1
+) -> dict[Any, T]:
     """What is found about entries in order until the deadline; what the cache knows costs nothing and always counts.
 
     Args:
@@ -48,7 +75,7 @@ def run_entries(
         progress: called with what is done, how much there is, and what comes next.
         workers: entries under way at once; more than one only where nothing is timed.
     """
-    found: dict[Key, T] = {}
+    found: dict[Any, T] = {}
     for entry in ranked:
         known = prober.known(entry)
         if known is not None:
@@ -56,12 +83,12 @@ def run_entries(
     todo = [e for e in ranked if e.key not in found]
     durations: list[float] = []
 
-    def probe(entry: Entry) -> tuple[Entry, T | None, float]:
+    def probe(entry: E) -> tuple[E, T | None, float]:
         start = time.monotonic()
         return entry, prober.measure(entry), time.monotonic() - start
 
     with ThreadPoolExecutor(max_workers=workers) as pool:
-        waiting, begun = set[Future[tuple[Entry, T | None, float]]](), 0
+        waiting, begun = set[Future[tuple[E, T | None, float]]](), 0
         while True:
             recent = durations[-RECENT:]
             expected = sum(recent) / len(recent) if recent else 0.0

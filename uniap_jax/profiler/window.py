@@ -1,123 +1,281 @@
-"""What one more equal layer adds to the memory of the one-program step: compiled with one layer and with two.
+"""What a layer adds to the memory of a stage: compiled with the layer and without it, as neighbours in the graph lie.
 
-Peak memory is affine in the number of equal layers, and its slope is not the sum of what a layer keeps and of its
-gradients: the compiler's order of work decides how much of both is alive at once. The window is the step without its
-optimizer: forward, backward, and gradients accumulated over the micro-batches in a loop as the runtime writes it.
+Peak memory is nearly affine in the layers of a stage, and what a layer adds is not the sum of what it keeps and of its
+gradients: the compiler's order of work decides how much of both is alive at once. A window is a few consecutive layers
+as the programs that a stage of them alone would run, without its optimizer.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
+from uniap_jax.core.errors import StrategyError
 from uniap_jax.core.graph import LayerGraph
-from uniap_jax.core.vjp import is_float, layer_avals
-from uniap_jax.profiler.programs import Case, chain_function, compile_on, float_writes, pin, vjp
+from uniap_jax.core.profile import Footprint, LayerCost
+from uniap_jax.core.replicated import reduces_once
+from uniap_jax.core.sharding import layer_sharding
+from uniap_jax.core.strategy import Strategy
+from uniap_jax.core.weights import ParamBytes
+from uniap_jax.profiler.piece import Piece, Placed, compile_loop, compile_split, compile_turned, piece_of
+from uniap_jax.profiler.programs import Case, Direction
+
+LOOPED = 2
+"""Micro-batches of a window's loop: memory is the same with more."""
 
 
-def successor(graph: LayerGraph, index: int) -> dict[int, int] | None:
-    """How an equal layer reads this one: {position among its reads: position among this one's writes}.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """How a stage is run, as far as its memory depends on it.
 
-    None where no equal layer follows at once.
+    Attributes:
+        strategy: of its layers; without data ways where one replica can be compiled for itself.
+        samples: of one replica and micro-batch.
+        turned: forward and backward in one program.
+        only: it is the only one, and runs all micro-batches in that program.
+        summed: gradients of several micro-batches are added up.
+        mapped: the runtime maps its layers over replicas, so that gradients meet once a step.
     """
-    layer = graph.layers[index]
-    if index + 1 == len(graph.layers) or graph.layers[index + 1].signature != layer.signature:
-        return None
-    following = graph.layers[index + 1]
-    links = {
-        i: layer.writes.index(v) for i, v in enumerate(following.reads) if v in layer.writes and v in following.reads
-    }
-    return links or None
+
+    strategy: Strategy
+    samples: int
+    turned: bool
+    only: bool
+    summed: bool
+    mapped: bool = False
+
+    @property
+    def looped(self) -> bool:
+        """Whether that is a loop."""
+        return self.only and self.summed
+
+    @property
+    def local(self) -> float:
+        """Samples on a device."""
+        return self.samples / (self.strategy.batch_ways * self.strategy.context)
 
 
-def links_of(case: Case) -> dict[int, int] | None:
-    """How a layer of this kind reads one before it; None where no two follow each other."""
-    followed = (successor(case.graph, i) for i in case.graph.unique[case.layer.signature])
-    return next((found for found in followed if found is not None), None)
+Run = tuple[int, ...]
+"""Indices of consecutive layers."""
 
 
-def window_bytes(case: Case, num_microbatches: int) -> tuple[float, float]:
-    """(what a second equal layer adds beside its state, what the first needs beyond that), bytes per device.
+def compiled_as(way: Way) -> Way:
+    """What is the same for all that compile alike: without a loop the only stage is one that turns round at once."""
+    return way if way.looped else replace(way, only=False)
 
-    The first is of kept values, gradients and accumulators, the second is working memory. Where no equal layer follows
-    this one the first is 0 and the second all that it needs.
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Need:
+    """Bytes per device of a window.
+
+    Attributes:
+        held: what the forward leaves for the backward; 0 where both are one program.
+        own: what the larger of its programs needs beside all else here, its arguments and the sums of gradients.
+        read: what it reads.
+        returned: gradients of that.
+    """
+
+    held: float
+    own: float
+    read: float
+    returned: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Neighbourhood:
+    """The windows that tell what a layer adds; each a run of consecutive layers.
+
+    Attributes:
+        alone: the layer.
+        grown: layers that a stage has, and those with the layer as the last; () where it lies behind no other.
+        led: layers that a stage has, and those with the layer as the first; () where that is not asked.
+    """
+
+    alone: Run
+    grown: tuple[Run, Run] | tuple[()] = ()
+    led: tuple[Run, Run] | tuple[()] = ()
+
+    @property
+    def windows(self) -> tuple[Run, ...]:
+        """Each once; the dearest last."""
+        return tuple(sorted({self.alone, *self.grown, *self.led}, key=lambda run: (len(run), run)))
+
+
+def neighbourhood(graph: LayerGraph, layer: int, strategy: Strategy) -> Neighbourhood:
+    """Layers of a kind behind equal ones where there are such, else behind or before what one of them lies beside.
+
+    One more layer adds the same to a stage of one as to a stage of many, unless layers compute their forward again:
+    the first of a stage can do so before its turn, for it reads nothing that has to be computed again, and then is
+    alive beside all others. There a stage of two tells what a layer adds, and what it adds as the first is told apart.
 
     Args:
-        case: the layer at the size of one micro-batch, on the devices of the only stage.
-        num_microbatches: of the step.
+        graph: of the layer.
+        layer: any of its kind.
+        strategy: of all of them.
     """
-    links = links_of(case)
-    one = _peak(case, 1, num_microbatches, links or {})
-    if links is None:
-        return 0.0, one
-    slope = max(0.0, _peak(case, 2, num_microbatches, links) - one)
-    return slope, max(0.0, one - slope)
+    layers, kind = graph.layers, graph.unique[graph.layers[layer].signature]
 
+    def legal(run: Run) -> bool:
+        """Whether layers lie one beside the other and may all take the strategy."""
+        if run[0] < 0 or run[-1] >= len(layers):
+            return False
+        if not all(set(layers[i].writes) & set(layers[i + 1].reads) for i in run[:-1]):
+            return False
+        try:
+            for i in run:
+                layer_sharding(graph, layers[i], strategy)
+        except StrategyError:
+            return False
+        return True
 
-def _peak(case: Case, number: int, pieces: int, links: dict[int, int]) -> float:
-    """Temporaries and gradients of a window of `number` layers, without the gradients of what it reads."""
-    where, run = case.sharding(), chain_function(case, number, links)
-    sums, specs = case.sums(number)
-    params, operands, reads = layer_avals(case.layer)
-    writes = [i for i, a in enumerate(case.layer.jaxpr.out_avals) if is_float(a)]
-    outer = [case.graph.operands[o].kind == "batch" for o in case.layer.operands]
+    def first(*offsets: int) -> Run | None:
+        """Of equal layers where there are such."""
+        runs = (tuple(i + d for d in offsets) for i in kind)
+        ordered = sorted(runs, key=lambda run: not all(i in kind for i in run))
+        return next(filter(legal, ordered), None)
 
-    def chain(weights: Sequence[Any], operands: Any, reads: Any) -> list[Any]:
-        outs = run(weights, operands, reads)
-        return [outs[i] for i in writes]
-
-    def gradients(weights: Any, operands: Any, reads: Any, cotangents: Any) -> tuple[list[Any], list[Any]]:
-        _, pull = vjp(chain, case.view(weights), operands, reads)
-        grads, into = pull(cotangents)
-        return [pin(g, case.mesh, s) for g, s in zip(grads, specs, strict=True)], into
-
-    def once(weights: Any, operands: Any, reads: Any, cotangents: Any) -> Any:
-        grads, into = gradients(weights, operands, reads, cotangents)
-        return [*grads, *into]
-
-    def accumulated(weights: Any, operands: Any, reads: Any, cotangents: Any) -> Any:
-        still = [o for o, b in zip(operands, outer, strict=True) if not b]
-
-        def body(total: list[Any], piece: Any) -> tuple[list[Any], list[Any]]:
-            batch, fixed = iter(piece[0]), iter(still)
-            here = [next(batch) if b else next(fixed) for b in outer]
-            grads, into = gradients(weights, here, piece[1], piece[2])
-            added = [t + g.astype(t.dtype) / pieces for t, g in zip(total, grads, strict=True)]
-            return [pin(a, case.mesh, s) for a, s in zip(added, specs, strict=True)], into
-
-        zeros = [pin(jnp.zeros(a.shape, a.dtype), case.mesh, s) for a, s in zip(sums, specs, strict=True)]
-        moving = [o for o, b in zip(operands, outer, strict=True) if b]
-        total, into = lax.scan(body, zeros, (moving, reads, cotangents))
-        return [*total, *into]
-
-    stacked = (lambda a: jax.ShapeDtypeStruct((pieces, *a.shape), a.dtype)) if pieces > 1 else (lambda a: a)
-    spread = (lambda s: PartitionSpec(None, *s)) if pieces > 1 else (lambda s: s)
-    float_specs = [s for s, a in zip(where.writes, case.layer.jaxpr.out_avals, strict=True) if is_float(a)]
-    shapes = (
-        params * number,
-        [stacked(a) if b else a for a, b in zip(operands, outer, strict=True)],
-        [stacked(a) for a in reads],
-        [stacked(a) for a in float_writes(case)],
+    again = strategy.keep != "all"
+    behind = (first(-2, -1, 0) if again else None) or first(-1, 0)
+    before = first(0, 1) if again or not behind else None
+    return Neighbourhood(
+        alone=behind[-1:] if behind else before[:1] if before else (layer,),
+        grown=(behind[:-1], behind) if behind else (),
+        led=(before[1:], before) if before else (),
     )
-    layouts = (
-        where.stored * number,
-        [spread(s) if b else s for s, b in zip(where.operands, outer, strict=True)],
-        [spread(s) for s in where.reads],
-        [spread(s) for s in float_specs],
-    )
-    into = [spread(s) for s, a in zip(where.reads, reads, strict=True) if is_float(a)]
-    body = accumulated if pieces > 1 else once
-    program = compile_on(case, body, shapes, layouts, [*specs, *into], None)
+
+
+def window_piece(graph: LayerGraph, layers: Run, way: Way, mesh: Mesh) -> Piece:
+    """Consecutive layers as what is compiled.
+
+    Args:
+        graph: traced at the batch of one replica and micro-batch.
+        layers: indices.
+        way: how the stage is run.
+        mesh: devices of one replica.
+    """
+    cases = [
+        Case(graph=graph, layer=graph.layers[i], strategy=way.strategy, mesh=mesh, mapped=_mapped(graph, i, way))
+        for i in layers
+    ]
+    return piece_of(cases, {graph.results[0], *(v for layer in graph.layers for v in layer.reads)})
+
+
+def _mapped(graph: LayerGraph, layer: int, way: Way) -> bool:
+    return way.mapped and reduces_once(graph, graph.layers[layer], replace(way.strategy, data=2))
+
+
+def window_need(piece: Piece, way: Way) -> Need | None:
+    """What the compiler says of a window; None where it says nothing."""
+    read, returned, results = (_bytes(piece, x) for x in (piece.reads, piece.moving, piece.results))
+    if not way.turned:
+        forward, backward = compile_split(piece, None, summed=way.summed)
+        if not forward.memory or not backward.memory:
+            return None
+        held = max(0.0, forward.memory["outputs"] - _bytes(piece, piece.writes) - results)
+        own = max(_own(forward) - held, _own(backward) - returned)
+        return Need(held=held, own=max(0.0, own), read=read, returned=returned)
+    times = LOOPED if way.looped else 1
+    program = compile_loop(piece, times) if way.looped else compile_turned(piece, summed=way.summed)
     if not program.memory:
-        return 0.0
-    leaving = sum(
-        math.prod(NamedSharding(case.mesh, s).shard_shape(stacked(a).shape)) * a.dtype.itemsize
-        for s, a in zip(into, (a for a in reads if is_float(a)), strict=True)
+        return None
+    own = max(0.0, _own(program) - times * (returned + results))
+    return Need(held=0.0, own=own, read=read, returned=returned)
+
+
+def _own(program: Direction) -> float:
+    """What a program needs beside its arguments."""
+    memory = program.memory
+    return memory["temporaries"] + memory["outputs"] - memory["aliased"]
+
+
+def _bytes(piece: Piece, arrays: Iterable[Placed]) -> float:
+    """Of one device."""
+    parts = ((NamedSharding(piece.case.mesh, a.spec).shard_shape(a.shape.shape), a.shape.dtype) for a in arrays)
+    return float(sum(math.prod(shape) * getattr(dtype, "itemsize", 4) for shape, dtype in parts))
+
+
+def footprint(
+    around: Neighbourhood,
+    way: Way,
+    need: Callable[[Run], Need | None],
+    told: LayerCost,
+    weights: ParamBytes,
+) -> Footprint | None:
+    """What a layer adds to a stage, from windows with it and without it; None where the compiler says nothing.
+
+    Args:
+        around: which windows.
+        way: how the stage is run.
+        need: of a window.
+        told: the described cost, for what the compiler does not tell apart.
+        weights: of the layer's parameters.
+    """
+    needs = {run: found for run in around.windows if (found := need(run)) is not None}
+    if len(needs) < len(around.windows):
+        return None
+    alone, grown, led = needs[around.alone], [needs[r] for r in around.grown], [needs[r] for r in around.led]
+    first = _more(led)
+    more = _more(grown) if grown else first
+    if more is None:
+        return _described(alone, way, told, weights)
+    if way.turned:
+        kept = told.kept_bytes
+    else:  # what lies between two layers is kept for the second
+        kept = max(0.0, grown[1].held - grown[0].held) if grown else alone.held + alone.read
+    sums = 0.0 if way.only or not way.summed else weights.grads
+    returned = 0.0 if way.only else alone.returned  # of a stage's first layer alone
+    return Footprint(
+        kept_bytes=kept,
+        transient_bytes=max(0.0, alone.own - more),
+        marginal_bytes=sums + more,
+        leading_bytes=returned + (max(0.0, first - more) if grown and first is not None else 0.0),
+        alone_bytes=sums + alone.own + returned,
     )
-    return float(max(0.0, program.memory["temporaries"] + program.memory["outputs"] - leaving))
+
+
+def _more(pair: Sequence[Need]) -> float | None:
+    """What the larger window needs beyond the smaller, at least a byte: 0 says that nothing was asked."""
+    return max(1.0, pair[1].own - pair[0].own) if pair else None
+
+
+def _described(alone: Need, way: Way, told: LayerCost, weights: ParamBytes) -> Footprint:
+    """Of a layer that lies beside no other: gradients and what is kept are known or described, the rest works."""
+    if not way.turned:
+        working = max(0.0, alone.own - (weights.full_grads if way.summed else weights.grads))
+        return Footprint(kept_bytes=alone.held + alone.read, transient_bytes=working + alone.returned)
+    rest = max(0.0, alone.own - weights.full_grads - (weights.grads if way.looped else 0.0))
+    kept = min(told.kept_bytes, rest)
+    returned = 0.0 if way.only else alone.returned
+    return Footprint(kept_bytes=kept, transient_bytes=rest - kept + returned)
+
+
+def window_facts(graph: LayerGraph, layers: Run, way: Way) -> dict[str, Any]:
+    """What a window's memory depends on besides where it is compiled."""
+    inside = set(layers)
+    read = {v for layer in graph.layers if layer.index not in inside for v in layer.reads}
+    names: dict[tuple[str, int], int] = {}
+
+    def named(kind: str, positions: tuple[int, ...]) -> list[int]:
+        return [names.setdefault((kind, p), len(names)) for p in positions]
+
+    told = []
+    for layer in (graph.layers[i] for i in layers):
+        wiring = [named(k, getattr(layer, k)) for k in ("params", "operands")]
+        wiring += [named("values", layer.reads), named("values", layer.writes)]
+        ends = ["read" if v in read else "loss" if v == graph.results[0] else "" for v in layer.writes]
+        avals = [f"{a.shape}{a.dtype}" for a in layer.jaxpr.in_avals]
+        told.append([layer.signature, avals, wiring, ends, _mapped(graph, layer.index, way)])
+    return {
+        "what": "window",
+        "layers": told,
+        "batch": graph.batch_size,
+        "strategy": str(way.strategy),
+        "samples": way.samples,
+        "turned": way.turned,
+        "looped": way.looped,
+        "summed": way.summed,
+    }

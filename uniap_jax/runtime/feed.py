@@ -172,7 +172,8 @@ class Feeder:
     """Rows of each micro-batch on the devices that read them.
 
     What a stage reads of the batch goes there once per step, all stages' in one call, each leaf as
-    [micro-batches, rows, ...]; one program per stage takes the micro-batches apart there.
+    [micro-batches, rows, ...]; one program per stage takes the micro-batches apart there. `rows` has per stage the
+    shapes of one micro-batch's rows; those of all are there for the whole step.
 
     Args:
         layout: graph under its plan.
@@ -186,6 +187,10 @@ class Feeder:
         read = [[o for o in s.operands if graph.operands[o].kind == "batch"] for s in specs]
         layouts = [[operand_sharding(layout, s.stage, o) for o in os] for s, os in zip(specs, read, strict=True)]
         self._count = c
+        self.rows = [
+            [shape_of(graph.operands[o], s) for o, s in zip(operands, found, strict=True)]
+            for operands, found in zip(read, layouts, strict=True)
+        ]
         self._leaves = [[graph.operands[o].leaf for o in operands] for operands in read]
         whole = [[_stacked_layout(s) for s in found] for found in layouts] if c > 1 else layouts
         self._targets = [s for found in whole for s in found]

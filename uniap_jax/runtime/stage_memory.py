@@ -36,7 +36,7 @@ def stage_peaks(step: ParallelStep) -> tuple[int, ...]:
 
 
 def _stage_peak(step: ParallelStep, run: Pipeline, stage: int) -> int:
-    """State, gradients, what is in flight, and the largest program's own needs; stages in turn on the same devices."""
+    """State, batch, gradients, what is in flight, and the largest program's own needs; stages may share devices."""
     programs, sharing = run.built, len(run.schedule.tasks)
     mine = programs.stages[stage % sharing :: sharing]
     if not mine[0].forward.is_here:
@@ -55,7 +55,9 @@ def _stage_peak(step: ParallelStep, run: Pipeline, stage: int) -> int:
     last = [p for p in programs.update.programs if p.is_here and p.name.endswith(names)]
     finish = max(map(_own, [*last, *(b.reduce for b in mine if b.reduce is not None)]), default=0)
     gradients = sum(program_bytes(b.zeros)["output_bytes"] for b in mine if b.zeros is not None)
-    return state + gradients + max(int(flying) + passes, finish)
+    rows = [x for b in mine for x in programs.feeder.rows[b.spec.stage]]
+    batch = step.plan.num_microbatches * sum(shard_bytes(x.shape, x.dtype, x.sharding) for x in rows)
+    return state + batch + gradients + max(int(flying) + passes, finish)
 
 
 def _held_bytes(built: StagePrograms) -> int:

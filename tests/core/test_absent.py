@@ -114,3 +114,14 @@ def test_a_card_without_a_compiler_description_names_those_that_have_one(monkeyp
     with pytest.raises(ProfileError, match="source described") as error:
         stage_devices(load_cluster(f"{tmp_path / 'own.json'}:8"), 1)
     assert "h100" in error.value.known
+
+
+def test_a_plugin_that_withdrew_is_no_unknown_topology(monkeypatch):
+    def withdrawn(**_):
+        raise NotImplementedError("platform cuda is not registered")
+
+    monkeypatch.setattr("uniap_jax.core.absent._check_installed", lambda cluster: None)
+    monkeypatch.setattr("jax.experimental.topologies.get_topology_desc", withdrawn)
+    with pytest.raises(ProfileError, match="start Python with JAX_PLATFORMS=cpu") as error:
+        absent_devices(load_cluster("h100:1x8"))
+    assert error.value.field == "JAX_PLATFORMS"

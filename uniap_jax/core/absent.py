@@ -60,7 +60,7 @@ def stage_devices(cluster: Cluster, num_stages: int) -> list[Any]:
             found = topologies.get_topology_desc(
                 platform="cuda", topology_name="", topology=f"1x{nodes}x{cards}", target_config=card
             )
-    except NotImplementedError as error:
+    except NotImplementedError as error:  # jax's, of a platform whose plugin did not register
         raise ProfileError(
             f"jax offers no {cluster.platform} compiler for {cluster.name}: its plugin looked for a driver when jax "
             "started, and withdrew; start Python with JAX_PLATFORMS=cpu, or use --source described",

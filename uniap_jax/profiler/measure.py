@@ -26,7 +26,7 @@ from uniap_jax.profiler.programs import Arrays, Direction
 from uniap_jax.profiler.timing import Timing, time_in_a_row
 
 FIRST_LOOKS = 9
-"""Timings of which the median is the machine's own pace, at which all else is told."""
+"""Rows of runs of which the median is the machine's own pace, at which all else is told."""
 
 
 def machine_facts(devices: Sequence[Any]) -> dict[str, Any]:

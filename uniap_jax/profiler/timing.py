@@ -70,7 +70,7 @@ def time_in_a_row(
     """
     wait(start())
     seconds: list[float] = []
-    while len(seconds) < min(min_rows, max_rows) or (len(seconds) < max_rows and length * sum(seconds) < target_s):
+    while len(seconds) < min_rows or (len(seconds) < max_rows and length * sum(seconds) < target_s):
         began = time.perf_counter()
         before = start()
         for _ in range(length - 1):

@@ -7,8 +7,8 @@
     python -m benchmarks.accuracy --plans 20 --budget 120
     python -m benchmarks.accuracy --rounds 0               compiles the plans and runs none: memory alone
 
-Runs are interleaved: every round runs each plan once. Virtual devices share this machine's cores, so times say how
-right the model is of such a machine, not of accelerators.
+Runs are interleaved: every round times some steps of each plan, after others of it, as in training. Virtual devices
+share this machine's cores, so times say how right the model is of such a machine, not of accelerators.
 """
 
 from __future__ import annotations
@@ -109,7 +109,9 @@ def compare(name: str, options: argparse.Namespace) -> None:
     source = "compiled" if options.topology else "measured"
 
     def price(first: Sequence[Key], share: float) -> TableModel:
-        found = uniap.profile(graph, cluster, source=source, budget_s=share * options.budget, first=first)
+        given = {"memory_share": 1.0} if not options.rounds and source == "measured" else {}
+        budget_s = share * options.budget
+        found = uniap.profile(graph, cluster, source=source, budget_s=budget_s, first=first, **given)
         return estimate(graph, cluster, found)
 
     costs, _ = informed(price, lambda model: diverse_plans(model, options.plans))

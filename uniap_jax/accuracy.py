@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import statistics
 import time
@@ -28,6 +29,7 @@ from uniap_jax.runtime.verify import verify
 FAILURES = (ExecutionError, StrategyError, jax.errors.JaxRuntimeError)
 """What a plan that cannot be compiled or run raises."""
 SEARCH_TIME_S = 5.0
+WARM_STEPS, TIMED_STEPS = 2, 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,8 +80,8 @@ class AccuracyReport:
     Attributes:
         plans: one entry each.
         source: of the predictions.
-        pace: time of a program of fixed work during the runs over its time when layers were profiled. Measured times
-            are divided by it, run by run; 1 where it is not known.
+        pace: time of a program of fixed work during the runs over its time when layers were profiled. Runs at another
+            pace are repeated, and measured times are divided by it, run by run; 1 where it is not known.
         notes: one sentence each.
     """
 
@@ -220,7 +222,9 @@ def accuracy(
 ) -> AccuracyReport:
     """Runs many plans in turn and compares what they take with what was predicted.
 
-    Every round runs each plan once, so that what else the machine does meanwhile falls on all of them alike.
+    Every round times some steps of each plan, so that what else the machine does meanwhile falls on all of them alike.
+    They follow other steps of the same plan, as in training: one that follows a step of another plan finds none of its
+    memory at hand, and has been seen to take a third longer for it.
 
     Args:
         graph: the captured step.
@@ -228,7 +232,7 @@ def accuracy(
         args: arguments of the step.
         devices: of the plans; `jax.devices()` by default.
         num_plans: how many.
-        rounds: timed runs of each plan; 0 compiles them only.
+        rounds: how often steps of each plan are timed; 0 compiles the plans only.
 
     Raises:
         InfeasibleError: nothing fits.
@@ -250,20 +254,28 @@ def accuracy(
         rows.append(row)
     seconds: dict[int, list[float]] = {i: [] for i in steps}
     pace_s = costs.profile.rates.pace_s if costs.profile else 0.0
-    pace = Pace(here) if pace_s and steps else None
-    paces = [pace() / pace_s if pace else 1.0]
+    pace = Pace(here, pace_s) if pace_s and steps else None
+    paces = []
+
+    def timed(i: int) -> float:
+        for done in range(WARM_STEPS + TIMED_STEPS):
+            if done == WARM_STEPS:
+                start = time.perf_counter()
+            states[i] = _next(steps[i], states[i], batch)
+        return (time.perf_counter() - start) / TIMED_STEPS
+
     for _ in range(rounds):
-        for i, step in steps.items():
-            start = time.perf_counter()
-            states[i] = _next(step, states[i], batch)
-            taken = time.perf_counter() - start
-            paces.append(pace() / pace_s if pace else 1.0)
-            seconds[i].append(taken / statistics.fmean(paces[-2:]))
+        for i in steps:
+            taken, ratio = pace.steadily(functools.partial(timed, i)) if pace else (timed(i), 1.0)
+            paces.append(ratio)
+            seconds[i].append(taken / ratio)
     for i, each in seconds.items():
         median = statistics.median(each)
         low, _, high = statistics.quantiles(each, n=4) if len(each) > 2 else (median,) * 3
         rows[i] = replace(rows[i], measured_s=median, spread=(high - low) / 2 / median)
-    return AccuracyReport(plans=tuple(rows), source=costs.source, pace=statistics.median(paces), notes=costs.notes)
+    return AccuracyReport(
+        plans=tuple(rows), source=costs.source, pace=statistics.median(paces or [1.0]), notes=costs.notes
+    )
 
 
 def _copy(leaf: Any) -> Any:

@@ -7,6 +7,7 @@ import cost_support
 from uniap_jax.core.cluster import local_cluster
 from uniap_jax.core.described import Describer
 from uniap_jax.core.profile import Rates
+from uniap_jax.profiler import pace
 from uniap_jax.profiler.cache import Cache
 from uniap_jax.profiler.measure import Measurer
 from uniap_jax.profiler.order import entries
@@ -17,8 +18,33 @@ def test_the_program_of_fixed_work_runs_on_all_devices():
     assert 0 < Pace(jax.devices())() < 10
 
 
+@pytest.fixture
+def paced(monkeypatch):
+    """A machine whose paces are told; the list of them is eaten up, and the last one stays."""
+
+    def of(paces):
+        left = list(paces)
+        monkeypatch.setattr(Pace, "__call__", lambda self: left.pop(0) if len(left) > 1 else left[0])
+        monkeypatch.setattr(pace.time, "sleep", lambda s: None)
+        return Pace(jax.devices(), own_s=1.0)
+
+    return of
+
+
+def test_a_measurement_of_a_slow_moment_is_made_again(paced):
+    moments = iter([50, 36, 35])
+    assert paced([1.4, 1.4, 1.0, 1.4, 1.0, 1.05]).steadily(lambda: next(moments)) == (35, 1.0)
+
+
+def test_a_machine_that_stays_slow_is_measured_as_it_is_and_not_waited_for_again(paced):
+    measured, machine = [], paced([1.5])
+    for _ in range(2):
+        assert machine.steadily(lambda: measured.append(1)) == (None, 1.5)
+    assert len(measured) == pace.TRIES + 1
+
+
 @pytest.mark.parametrize(("pace_s", "factor"), [(1e-3, 0.5), (0.0, 1.0)])
-def test_times_of_a_slow_moment_are_told_at_the_machines_pace(pace_s, factor, tmp_path):
+def test_times_of_a_slow_machine_are_told_at_its_own_pace(pace_s, factor, tmp_path, paced):
     describer = Describer(cost_support.graph(), local_cluster())
     entry = entries(describer, num_stages=1, num_microbatches=1, keeps=("all",))[0]
     measurer = Measurer(
@@ -26,7 +52,7 @@ def test_times_of_a_slow_moment_are_told_at_the_machines_pace(pace_s, factor, tm
         devices=jax.devices(),
         rates=Rates(pace_s=pace_s),
         cache=Cache(tmp_path),
-        pace=lambda: 2e-3,  # twice as slow as the machine was
+        pace=paced([2.0]),  # twice as slow as the machine was
     )
     told = measurer.measure(entry)
     numbers = measurer.cache.get(measurer.facts(entry))

@@ -11,7 +11,7 @@ from uniap_jax.core.errors import ProfileError
 from uniap_jax.core.profile import Rates
 from uniap_jax.core.sharding import make_mesh
 from uniap_jax.core.strategy import Strategy
-from uniap_jax.profiler import profile
+from uniap_jax.profiler import profile, run
 from uniap_jax.profiler.cache import Cache
 from uniap_jax.profiler.measure import Measurer
 from uniap_jax.profiler.optimizer import measure_optimizer
@@ -163,5 +163,39 @@ def test_what_is_found_comes_in_the_order_of_its_worth_whoever_ends_first(graph)
                 second_is_done.set()
             return entry.key
 
+        def expected_s(self, entry):
+            return 1.0
+
     found = run_entries(ranked, Slow(), deadline_s=time.monotonic() + 10, progress=None, workers=2)
     assert list(found) == [e.key for e in ranked]
+
+
+def test_what_takes_much_of_the_time_that_is_left_waits_for_the_others(graph, monkeypatch):
+    describer = Describer(graph, local_cluster())
+    ranked = entries(describer, num_stages=1, num_microbatches=(1, 2, 4, 8), keeps=("all",))[:6]
+    takes, clock, begun = dict(zip(ranked, [40, 5, 5, 200, 5, 5], strict=True)), [0.0], []
+    monkeypatch.setattr(run.time, "monotonic", lambda: clock[0])
+
+    class Timed:
+        def __init__(self):
+            self.describer = describer
+
+        def known(self, entry):
+            return None
+
+        def measure(self, entry):
+            begun.append(takes[entry])
+            clock[0] += 2 * takes[entry]  # twice as slow as was thought
+            return entry.key
+
+        def expected_s(self, entry):
+            return takes[entry]
+
+    found = run_entries(ranked, Timed(), deadline_s=150.0, progress=None)
+    assert begun == [5, 5, 5, 5, 40]
+    assert list(found) == [e.key for e in ranked if takes[e] < 200]
+
+
+def test_a_share_that_is_none_is_refused(graph):
+    with pytest.raises(ProfileError, match="between 0 and 1"):
+        profile(graph, local_cluster(), source="described", memory_share=1.5)

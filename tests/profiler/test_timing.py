@@ -1,5 +1,6 @@
 import pytest
 
+from uniap_jax.profiler import timing
 from uniap_jax.profiler.timing import summarize, time_in_a_row, time_program
 
 
@@ -32,3 +33,15 @@ def test_runs_in_a_row_are_two_under_way():
     assert found.runs == 2
     assert waited == started == list(range(9))  # one to warm up, and two rows of four
     assert most == 2
+
+
+def test_a_run_that_takes_long_is_not_repeated_often(monkeypatch):
+    clock, count = [0.0], []
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock[0])
+
+    def wait(_):
+        clock[0] += 20.0
+
+    found = time_in_a_row(lambda: count.append(1), wait)
+    assert len(count) == 1 + timing.RUNS_IF_LONG
+    assert (found.runs, found.median_s) == (1, 20.0)

@@ -29,7 +29,7 @@ __all__ = ["profile"]
 LINKS_SHARE = 0.25
 """Of the budget, what measuring the machine may take."""
 MEMORY_SHARE = 0.4
-"""Of what is left of the budget, what compiling for memory may take."""
+"""Of what is left of the budget, what compiling for memory may take by default."""
 
 
 def profile(
@@ -41,6 +41,7 @@ def profile(
     num_microbatches: int | Sequence[int] | str = "auto",
     keeps: tuple[str, ...] = ("all", "inputs"),
     budget_s: float = 120.0,
+    memory_share: float = MEMORY_SHARE,
     first: Collection[Key] = (),
     cache_dir: str | Path | None = None,
     devices: Sequence[Any] | None = None,
@@ -60,18 +61,22 @@ def profile(
         num_microbatches: micro-batches to cover; "auto" for every divisor of the batch.
         keeps: what strategies may keep for the backward pass.
         budget_s: seconds to spend on compiling and timing; results in the cache cost none of it.
+        memory_share: of what is left of the budget after the machine itself was measured, what compiling for memory
+            may take; 1 times no layer.
         first: entries to measure before all others.
         cache_dir: where results are kept; the user's cache folder where None.
         devices: to measure on, in the order stages take them; the first of `jax.devices()` where None.
         progress: called with what is done, how much there is, and what is being measured.
 
     Raises:
-        ProfileError: an unknown source, a count that is not possible, devices that are not the cluster's, or no
-            compiler for devices that are not here.
+        ProfileError: an unknown source, a count or a share that is not possible, devices that are not the cluster's,
+            or no compiler for devices that are not here.
     """
     start = time.monotonic()
     if source not in SOURCES:
         raise ProfileError(f"source {source!r} is unknown; use {', '.join(SOURCES)}", field="source")
+    if not 0.0 <= memory_share <= 1.0:
+        raise ProfileError(f"memory_share={memory_share}: give a share between 0 and 1", field="memory_share")
     describer = Describer(graph.by_rows, cluster)
     found = entries(describer, num_stages=num_stages, num_microbatches=num_microbatches, keeps=keeps)
     if source == "described":
@@ -98,7 +103,7 @@ def profile(
     footprints = run_entries(
         by_variety(ranked, describer.graph, cluster.platform, first),
         footprinter,
-        deadline_s=time.monotonic() + MEMORY_SHARE * (start + budget_s - time.monotonic()),
+        deadline_s=time.monotonic() + memory_share * (start + budget_s - time.monotonic()),
         progress=progress,
         workers=usable_cores(),
     )

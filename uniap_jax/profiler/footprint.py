@@ -281,6 +281,10 @@ class Footprinter:
             return None
         return self._found(sought.key, around)
 
+    def expected_s(self, sought: Sought) -> float:
+        """One window is as good as another."""
+        return 1.0
+
     def _around(self, replica: Replica) -> Neighbourhood:
         name = replica.layer, replica.way.strategy
         if name not in self.around:

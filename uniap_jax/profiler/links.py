@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -14,10 +15,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from uniap_jax.core.profile import LinkFit
 from uniap_jax.core.sharding import axis_sizes
+from uniap_jax.profiler.pace import fixed_work
 from uniap_jax.profiler.timing import summarize, time_in_a_row, time_program
 
 SMALL_BYTES, LARGE_BYTES = 1 << 14, 1 << 22
 OVERLAP_PRODUCTS, OVERLAP_ROUNDS, OVERLAP_LEAST = 4, 9, 0.2
+CONTENTION_ROUNDS = 7
 
 
 def groups(num_devices: int) -> Iterator[tuple[int, int]]:
@@ -182,23 +185,18 @@ def measure_dispatch(devices: Sequence[Any], num_stages: int) -> float:
 
 
 def measure_contention(num_stages: int, devices: Sequence[Any]) -> float:
-    """How much slower a stage runs when all are busy than alone; at least 1."""
-    size, width, rows = len(devices) // num_stages, 256, 64
-    programs = []
-    for i in range(num_stages):
-        mesh = Mesh(np.asarray(devices[i * size : (i + 1) * size], dtype=object), ("x",))
-        x = jax.device_put(np.full((rows * size, width), 0.01, np.float32), NamedSharding(mesh, PartitionSpec("x")))
-        w = jax.device_put(np.full((width, width), 0.01, np.float32), NamedSharding(mesh, PartitionSpec()))
-        with jax.set_mesh(mesh):
-            programs.append((jax.jit(_chain).lower(x, w).compile(), x, w))
-    first, x, w = programs[0]
-    alone = time_in_a_row(lambda: first(x, w), jax.block_until_ready).median_s
-    together = time_in_a_row(lambda: [run(x, w) for run, x, w in programs], jax.block_until_ready).median_s
-    return max(1.0, min(together / alone, float(num_stages)))
+    """How much slower a stage runs when all are busy than alone; at least 1.
 
+    Both are timed in turn, so that what else the machine does falls on both.
+    """
+    size = len(devices) // num_stages
+    stages = [fixed_work(devices[i * size : (i + 1) * size]) for i in range(num_stages)]
 
-def _chain(x: Any, w: Any) -> Any:
-    """Matrix products and element-wise work, as layers do."""
-    for _ in range(16):
-        x = jnp.tanh(x @ w)
-    return x
+    def timed(start: Callable[[], Any]) -> float:
+        return time_in_a_row(start, jax.block_until_ready, min_rows=1, max_rows=1).median_s
+
+    ratios = []
+    for _ in range(CONTENTION_ROUNDS):
+        alone = timed(stages[0])
+        ratios.append(timed(lambda: [start() for start in stages]) / alone)
+    return max(1.0, min(statistics.median(ratios), float(num_stages)))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import msgspec
@@ -23,10 +23,14 @@ from uniap_jax.profiler.order import Entry
 from uniap_jax.profiler.pace import Pace
 from uniap_jax.profiler.probe import Prober
 from uniap_jax.profiler.programs import Arrays, Direction
-from uniap_jax.profiler.timing import Timing, time_in_a_row
+from uniap_jax.profiler.timing import RUNS_IF_LONG, Timing, time_in_a_row
 
+T = TypeVar("T")
+
+COMPILE_S = 1.0
+"""Of a layer and its timing, where it runs for less."""
 FIRST_LOOKS = 9
-"""Rows of runs of which the median is the machine's own pace, at which all else is told."""
+"""Rows of runs, before the machine is measured and after, of which the quicker median is the machine's own pace."""
 
 
 def machine_facts(devices: Sequence[Any]) -> dict[str, Any]:
@@ -94,16 +98,18 @@ def _cached_fit(
 
 def _rates(devices: Sequence[Any], stages: Sequence[int], cache: Cache) -> Rates:
     shared = devices[0].platform == "cpu"  # other devices have cores of their own
-    facts = {"what": "rates", "stages": sorted(stages), "version": 3, **machine_facts(devices)}
+    facts = {"what": "rates", "stages": sorted(stages), "version": 4, **machine_facts(devices)}
     known = cache.get(facts)
     if known is None:
+        pace = Pace(devices) if shared else None
+        before = pace(FIRST_LOOKS) if pace else 0.0
         contention = [(p, links.measure_contention(p, devices)) for p in stages if p > 1] if shared else []
         fit = Rates(
             update_bytes_per_s=links.measure_update_rate(devices),
             dispatch_s=links.measure_dispatch(devices, max(stages)),
             contention=tuple(contention),
             overlap_slowdown=links.measure_overlap(devices),
-            pace_s=Pace(devices)(FIRST_LOOKS) if shared else 0.0,
+            pace_s=min(before, pace(FIRST_LOOKS)) if pace else 0.0,
         )
         known = msgspec.to_builtins(fit)
         cache.put(facts, known)
@@ -144,42 +150,46 @@ class Measurer(Prober):
         if known is None and time.monotonic() > deadline_s:
             return self.rates
         if known is None:
+            arrays, usual = self.arrays or Arrays(), self.rates.update_bytes_per_s
+            machine = self.describer.cluster, self.devices, arrays, usual
             try:
-                rate, leaf_s = measure_optimizer(
-                    graph, self.describer.cluster, self.devices, self.arrays or Arrays(), self.rates.update_bytes_per_s
-                )
+                (rate, leaf_s), pace = self._steadily(lambda: measure_optimizer(graph, *machine))
             except jax.errors.JaxRuntimeError as error:
                 self.notes[f"The optimizer could not be measured: {str(error).splitlines()[0]}."] = None
                 return self.rates
-            known = {"rate": rate, "leaf": leaf_s}
+            known = {"rate": rate * pace, "leaf": leaf_s / pace}
             self.cache.put(facts, known)
         return replace(self.rates, update_bytes_per_s=known["rate"], update_leaf_s=known["leaf"])
 
     def times(self, programs: Sequence[Direction]) -> dict[str, Any]:
-        """By the clock, and how fast the cores were before and after."""
-        before = self._pace_s()
-        timings = [time_in_a_row(p, jax.block_until_ready) for p in programs]
+        """By the clock, and how fast the cores were meanwhile."""
+        timings, pace = self._steadily(lambda: [time_in_a_row(p, jax.block_until_ready) for p in programs])
         return {
-            "pace": (before + self._pace_s()) / 2,
+            "pace": pace,
             "seconds": [t.median_s for t in timings],
             "spread": [t.spread for t in timings],
             "runs": [t.runs for t in timings],
         }
 
-    def _pace_s(self) -> float:
+    def expected_s(self, entry: Entry) -> float:
+        """A compile, and as few runs as may be of what is described, of a stage that has the machine to itself."""
+        layer, fused = self.describer.graph.layers[entry.layer], entry.num_stages == 1
+        told = self.describer.cost(layer, entry.strategy, samples=entry.key.samples, fused=fused)
+        alone_s = (told.time_s + told.sync_s) / self.rates.slowdown(entry.num_stages)
+        return COMPILE_S + alone_s * (1 + RUNS_IF_LONG)
+
+    def _steadily(self, measure: Callable[[], T]) -> tuple[T, float]:
         if not self.rates.pace_s:
-            return 0.0
+            return measure(), 1.0
         if self.pace is None:
-            self.pace = Pace(self.devices)
-        return self.pace()
+            self.pace = Pace(self.devices, self.rates.pace_s)
+        return self.pace.steadily(measure)
 
     def cost(self, entry: Entry, numbers: dict[str, Any], told: LayerCost) -> LayerCost:
         """As measured, at the machine's own pace, of a stage among busy ones."""
         fused, busy = entry.num_stages == 1, self.rates.slowdown(entry.num_stages)
-        if numbers["pace"] > 0 and self.rates.pace_s:
-            busy *= self.rates.pace_s / float(numbers["pace"])
         timings = [
-            Timing(median_s=float(s) * busy, spread=float(d), runs=int(r))
+            Timing(median_s=float(s) * busy / float(numbers["pace"]), spread=float(d), runs=int(r))
             for s, d, r in zip(numbers["seconds"], numbers["spread"], numbers["runs"], strict=True)
         ]
         total = sum(t.median_s for t in timings)

@@ -20,7 +20,7 @@ from uniap_jax.core.jax_compat import Literal
 from uniap_jax.core.jaxprs import Tape, flatten, live_eqns
 from uniap_jax.core.kernels import CHEAP
 from uniap_jax.core.vjp import is_float, layer_avals
-from uniap_jax.profiler.programs import Arrays, Case, Direction, as_function, case_function, compile_on, pin
+from uniap_jax.profiler.programs import Arrays, Case, Direction, as_function, case_function, compile_on, drawn, pin
 
 
 class Placed(NamedTuple):
@@ -221,7 +221,7 @@ def compile_loop(piece: Piece, number: int) -> Direction:
 
         def body(total: list[Any], now: Any) -> tuple[list[Any], list[Any]]:
             batch, fixed = iter(now[0]), iter(still)
-            here = [next(batch) if b else next(fixed) for b in piece.of_batch]
+            here = drawn([next(batch) if b else next(fixed) for b in piece.of_batch])
             _, results, pull = piece.vjp(params, here, now[1])
             grads, into = pull(now[2])
             return piece.added(total, grads, 1 / number), [*results, *into]

@@ -84,13 +84,22 @@ def compile_fused(case: Case, arrays: Arrays | None) -> tuple[Direction]:
     where, run = case.sharding(), case_function(case)
 
     def both(params: Any, operands: Any, reads: Any, cotangents: Any) -> Any:
-        outs, pull = vjp(run, params, operands, reads)
+        outs, pull = vjp(run, params, drawn(operands), reads)
         return [*outs, *_pinned_grads(pull(cotangents), case, where)]
 
     writes = _float_specs(case, where)
     shapes = (*layer_avals(case.layer), float_writes(case))
     specs = (where.stored, where.operands, where.reads, writes)
     return (compile_on(case, both, shapes, specs, [*writes, *_grad_specs(case, where)], arrays),)
+
+
+def drawn(operands: Sequence[Any]) -> list[Any]:
+    """Operands with keys that are computed, as they are within a step of one stage.
+
+    What is drawn from a key that is an argument XLA's CPU compiler draws once for the forward and for the one that is
+    computed again; from a key that is computed it draws twice, and masks of dropout cost as much as matrix products.
+    """
+    return [jax.random.fold_in(o, 1) if jnp.issubdtype(o.dtype, jax.dtypes.prng_key) else o for o in operands]
 
 
 def vjp(run: Callable[..., list[Any]], params: Any, operands: Any, reads: Any) -> tuple[list[Any], Any]:

@@ -5,6 +5,7 @@ import jax
 import pytest
 
 import cost_support
+from uniap_jax import trace
 from uniap_jax.core.cluster import load_cluster, local_cluster
 from uniap_jax.core.described import Describer
 from uniap_jax.core.errors import ProfileError
@@ -199,3 +200,29 @@ def test_what_takes_much_of_the_time_that_is_left_waits_for_the_others(graph, mo
 def test_a_share_that_is_none_is_refused(graph):
     with pytest.raises(ProfileError, match="between 0 and 1"):
         profile(graph, local_cluster(), source="described", memory_share=1.5)
+
+
+def test_masks_are_drawn_again_where_the_forward_is_computed_again():
+    """As in the step, whose keys are computed: from an argument the CPU compiler draws once for both."""
+
+    def train_step(state, batch):
+        def loss(params):
+            x = batch
+            for i, w in enumerate(params):
+                mask = jax.random.bernoulli(jax.random.fold_in(state["key"], i), 0.9, x.shape)
+                x = x + jax.numpy.where(mask, jax.numpy.tanh(x @ w), 0.0)
+            return (x**2).mean()
+
+        value, grads = jax.value_and_grad(loss)(state["params"])
+        return {**state, "params": [p - 0.1 * g for p, g in zip(state["params"], grads, strict=True)]}, value
+
+    state = {"params": [jax.numpy.ones((16, 16))] * 2, "key": jax.random.key(0)}
+    graph = trace(train_step, state, jax.numpy.ones((8, 16)))
+    layer = next(x for x in graph.layers if x.params)
+
+    def draws(keep):
+        case = Case(graph=graph, layer=layer, strategy=Strategy(keep=keep), mesh=make_mesh(jax.devices()[:1]))
+        (both,) = compile_fused(case, None)
+        return both.compiled.as_text().count("= u32[8,16]")
+
+    assert draws("inputs") > 1.5 * draws("all") > 0

@@ -285,27 +285,25 @@ class Describer:
     def sync_s(self, strategy: Strategy, weights: ParamBytes) -> float:
         """Gradients summed over the batch and context axes, once: scattered over fsdp where split, then all_reduced.
 
-        Those of experts stay with them.
+        Those of experts stay with them. XLA joins the sums of many arrays into one collective.
         """
         if strategy.batch_ways * strategy.context == 1 or not weights.count:
             return 0.0
         total, rest, inner = 0.0, weights.full_grads, strategy.expert * strategy.context * strategy.tensor
         data, stride = strategy.data * strategy.context, strategy.tensor * strategy.expert
-        stride *= 1 if strategy.context > 1 else strategy.fsdp
-        if strategy.fsdp > 1:
-            scatters = strategy.zero >= 2 and self.cluster.platform != "cpu"  # XLA's CPU backend reduces, then slices
-            if strategy.zero >= 2:
-                kind = "reduce_scatter" if scatters else "all_reduce"
-                total += self._sum_s(kind, weights.count, rest, strategy.fsdp, inner)
+        if strategy.zero >= 2 and self.cluster.platform != "cpu":
+            stride *= 1 if strategy.context > 1 else strategy.fsdp
+            if strategy.fsdp > 1:
+                total += self._sum_s("reduce_scatter", 1, rest, strategy.fsdp, inner)
                 rest = weights.grads
-            else:
-                data, stride = data * strategy.fsdp, strategy.tensor * strategy.expert
+        else:  # XLA's CPU backend reduces over all of them, then slices
+            data *= strategy.fsdp
         if data > 1:
-            total += self._sum_s("all_reduce", weights.count, rest, data, stride)
+            total += self._sum_s("all_reduce", 1, rest, data, stride)
         if strategy.expert > 1 and weights.shared_grads:
             shared = rest * weights.shared_grads / weights.full_grads
             stride = strategy.context * strategy.tensor
-            total += self._sum_s("all_reduce", weights.count, shared, strategy.expert, stride)
+            total += self._sum_s("all_reduce", 1, shared, strategy.expert, stride)
         return total
 
     def _sum_s(self, kind: str, count: int, nbytes: float, size: int, stride: int) -> float:

@@ -36,11 +36,11 @@ def test_a_measurement_of_a_slow_moment_is_made_again(paced):
     assert paced([1.4, 1.4, 1.0, 1.4, 1.0, 1.05]).steadily(lambda: next(moments)) == (35, 1.0)
 
 
-def test_a_machine_that_stays_slow_is_measured_as_it_is_and_not_waited_for_again(paced):
+def test_a_machine_that_stays_slow_is_measured_as_it_is_and_not_waited_for_for_ever(paced):
     measured, machine = [], paced([1.5])
-    for _ in range(2):
+    for _ in range(9):
         assert machine.steadily(lambda: measured.append(1)) == (None, 1.5)
-    assert len(measured) == pace.TRIES + 1
+    assert pace.TRIES + 8 <= len(measured) <= pace.TRIES + 9
 
 
 @pytest.mark.parametrize(("pace_s", "factor"), [(1e-3, 0.5), (0.0, 1.0)])

@@ -226,3 +226,16 @@ def test_masks_are_drawn_again_where_the_forward_is_computed_again():
         return both.compiled.as_text().count("= u32[8,16]")
 
     assert draws("inputs") > 1.5 * draws("all") > 0
+
+
+@pytest.mark.parametrize("strategy", [Strategy(data=4), Strategy(data=2, fsdp=2)])
+def test_gradients_of_many_arrays_meet_in_one_collective(graph, strategy):
+    """As XLA compiles them; its CPU backend reduces over all batch ways, then slices."""
+    layer, describer = graph.layers[1], Describer(graph, local_cluster())
+    weights = describer.weights(layer, strategy)
+    case = Case(graph=graph, layer=layer, strategy=strategy, mesh=make_mesh(jax.devices()[:4]))
+    (both,) = compile_fused(case, None)
+    assert weights.count > 1
+    assert both.compiled.as_text().count(" all-reduce(") == 1
+    told = describer.links.time_s("all_reduce", weights.full_grads, 4, 1)
+    assert describer.sync_s(strategy, weights) == pytest.approx(told)

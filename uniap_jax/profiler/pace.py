@@ -27,6 +27,8 @@ STEADY = 0.12
 """How far from the machine's own pace the pace may be for a measurement to count as it is."""
 TRIES, WAIT_S = 4, 1.0
 """Of one measurement, and between them: slow moments have been seen to last from one to ten seconds."""
+PATIENCE = 0.5
+"""Seconds of waiting and measuring again for each second of measuring: a machine may stay slow."""
 
 T = TypeVar("T")
 
@@ -60,7 +62,7 @@ class Pace:
     """
 
     def __init__(self, devices: Sequence[Any], own_s: float = 0.0) -> None:
-        self._start, self._own_s, self._tries = fixed_work(devices), own_s, TRIES
+        self._start, self._own_s, self._patience_s = fixed_work(devices), own_s, TRIES * WAIT_S
 
     def __call__(self, looks: int = LOOKS) -> float:
         """Seconds of the fixed work now."""
@@ -69,19 +71,18 @@ class Pace:
     def steadily(self, measure: Callable[[], T]) -> tuple[T, float]:
         """What is measured at the machine's own pace, and 1; or nearest to it, and the pace over the machine's own.
 
-        Waits and measures again while the pace is another. A machine that does not come back to its own is not waited
-        for again until it does.
+        Waits and measures again while the pace is another, as long as patience reaches.
         """
         tries: list[tuple[float, T, float]] = []
-        before = self() / self._own_s
         while True:
+            started, before = time.monotonic(), self() / self._own_s
             found = measure()
-            after = self() / self._own_s
+            after, taken = self() / self._own_s, time.monotonic() - started
             tries.append((max(abs(before - 1.0), abs(after - 1.0)), found, (before + after) / 2))
-            if tries[-1][0] <= STEADY or len(tries) >= self._tries:
+            self._patience_s += PATIENCE * taken if len(tries) == 1 else -taken
+            if tries[-1][0] <= STEADY or len(tries) >= TRIES or self._patience_s < WAIT_S + taken:
                 break
             time.sleep(WAIT_S)
-            before = self() / self._own_s
+            self._patience_s -= WAIT_S
         off, found, ratio = min(tries, key=lambda t: t[0])
-        self._tries = TRIES if off <= STEADY else 1
         return found, 1.0 if off <= STEADY else ratio

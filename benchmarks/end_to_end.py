@@ -12,11 +12,10 @@ llama-70b: described, for 64 H100 and 512 TPU v5p chips.
 from __future__ import annotations
 
 import argparse
-import itertools
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +29,9 @@ import uniap_jax as uniap
 from benchmarks.markdown import head, made_on, row, say
 from benchmarks.paper_models import decoder, llama_7b
 from uniap_jax.core.absent import absent_devices
+from uniap_jax.core.profile import Key, Profile
+from uniap_jax.cost_model import TableModel, estimate
+from uniap_jax.planning import informed
 from uniap_jax.runtime.verify import verify
 
 
@@ -75,31 +77,45 @@ CASES = {
 
 
 def measure(name: str, budget_s: float, cache: str) -> None:
-    """One row: seconds of tracing, profiling (cold and warm), tables and search, compiling."""
-    case, marks = CASES[name], [time.perf_counter()]
+    """One row: seconds of tracing, profiling (cold and warm), tables and search, compiling.
+
+    As `plan` does: what the first plan rests on and is not known is found out next, and the search run again.
+    """
+    case, start, spent = CASES[name], time.perf_counter(), {"profile": 0.0, "search": 0.0}
     state, train_step, batch = case.build()
     graph = uniap.trace(train_step, state, batch)
-    marks.append(time.perf_counter())
+    trace = time.perf_counter() - start
     cluster = uniap.load_cluster(case.topology) if case.topology else uniap.local_cluster()
     given = {"source": case.source, "cache_dir": cache, **case.options}
-    described = case.source == "described"  # such numbers are made as the search asks for them
-    found = None if described else uniap.profile(graph, cluster, budget_s=budget_s, **given)
-    marks.append(time.perf_counter())
-    if not described:
-        uniap.profile(graph, cluster, budget_s=0.0, **given)
-    marks.append(time.perf_counter())
-    plan = uniap.solve(uniap.estimate(graph, cluster, found))
-    marks.append(time.perf_counter())
+
+    def timed(what: str, work: Callable[[], Any]) -> Any:
+        began = time.perf_counter()
+        made = work()
+        spent[what] += time.perf_counter() - began
+        return made
+
+    def profiled(first: Sequence[Key] = (), share: float = 0.0) -> Profile | None:
+        if case.source == "described":  # such numbers are made as the search asks for them
+            return None
+        return uniap.profile(graph, cluster, budget_s=share * budget_s, first=first, **given)
+
+    def price(first: Sequence[Key], share: float) -> TableModel:
+        found = timed("profile", lambda: profiled(first, share))
+        return timed("search", lambda: estimate(graph, cluster, found))
+
+    _, (plan,) = informed(price, lambda model: timed("search", lambda: [uniap.solve(model)]))
+    cold, search, spent["profile"] = spent["profile"], spent["search"], 0.0
+    found = timed("profile", profiled)
     compiled = ""
     if case.source == "compiled":
+        start = time.perf_counter()
         parts = 1 if plan.executor == "program" else plan.num_stages
         step = uniap.compile_plan(graph, plan, devices=absent_devices(cluster, parts))
-        errors = [s.rel_error for s in verify(step, full_copies=False).stages]
-        marks.append(time.perf_counter())
-        compiled = f"{marks[-1] - marks[-2]:.1f} (memory {100 * max(e or 0.0 for e in errors):.1f} % off)"
-    trace, cold, warm, search = (b - a for a, b in itertools.pairwise(marks[:5]))
+        stages = verify(step, full_copies=False).stages
+        told, true = (max(getattr(s, which) for s in stages) / 2**20 for which in ("predicted_bytes", "compiled_bytes"))
+        compiled = f"{time.perf_counter() - start:.1f} (peak {told:.0f} MiB predicted, {true:.0f} compiled)"
     counts = ", ".join(f"{n} {k}" for k, n in found.counts().items()) if found else "described"
-    again = "" if described else f"{warm:.1f}"
+    again = f"{spent['profile']:.1f}" if found else ""
     proof = plan.certificate
     row(
         name, cluster.name, len(graph.layers), f"{trace:.1f}", f"{cold:.1f}", again, counts, f"{search:.1f}",

@@ -255,6 +255,16 @@ def test_counts_are_affine_between_the_traced_batches(graph):
     assert half.splits == (1, 2, 4, 8)
 
 
+def test_what_is_computed_again_takes_time_and_saves_no_memory_in_one_program_on_cpus(graph):
+    describer, layer = Describer(graph, local_cluster()), graph.layers[1]
+    plain, again = (
+        describer.cost(layer, Strategy(data=4, keep=keep), samples=cost_support.BATCH, fused=True)
+        for keep in ("all", "inputs")
+    )
+    assert again.time_s > plain.time_s
+    assert (again.kept_bytes, again.transient_bytes) == (plain.kept_bytes, plain.transient_bytes)
+
+
 @pytest.mark.parametrize("name", ["h100:8x8", "v5p:4x4x4"])
 def test_large_machines_are_described_in_moments(graph, name):
     model = estimate(graph, load_cluster(name))

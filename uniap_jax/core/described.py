@@ -119,21 +119,21 @@ class Describer:
         Raises:
             StrategyError: the strategy is illegal for this layer.
         """
-        strategy = self._as_compiled(strategy, fused)
-        weights = self.weights(layer, strategy)
+        weights, held = self.weights(layer, strategy), self._as_held(strategy, fused)
         local = _local(samples, strategy)
         passes = self._both(layer, strategy, local)
         gather, slowdown = self._gather_s(strategy, weights), self.cluster.overlap_slowdown
-        again = gather if strategy.keep != "all" or not fused else 0.0
+        again = gather if held.keep != "all" or not fused else 0.0
         there, back = self._exchange_s(strategy, weights)
         ahead, behind = passes.forward_s + there, passes.backward_s + back
         backward_s = overlapped(behind, again, slowdown)
+        transient = self._both(layer, held, local).transient_bytes
         return LayerCost(
             forward_s=overlapped(ahead, gather, slowdown),
             backward_s=backward_s,
             sync_s=overlapped(backward_s, self.sync_s(strategy, weights), slowdown) - backward_s,
-            kept_bytes=self._kept(layer, strategy, local, fused) + self._kept_weights(strategy, weights, fused),
-            transient_bytes=passes.transient_bytes + self._working_weights(strategy, weights, fused),
+            kept_bytes=self._kept(layer, held, local, fused) + self._kept_weights(held, weights, fused),
+            transient_bytes=transient + self._working_weights(held, weights, fused),
         )
 
     def weights(self, layer: Layer, strategy: Strategy) -> ParamBytes:
@@ -147,8 +147,11 @@ class Describer:
             self._weights[key] = param_bytes(self.graph, layer, strategy)
         return self._weights[key]
 
-    def _as_compiled(self, strategy: Strategy, fused: bool) -> Strategy:
-        """XLA's CPU backend drops the barriers of `jax.checkpoint`: in one program it recomputes nothing."""
+    def _as_held(self, strategy: Strategy, fused: bool) -> Strategy:
+        """What decides memory: XLA's CPU backend drops the barriers of `jax.checkpoint`.
+
+        What one program computes again is there before the first backward needs it, and parameters are gathered once.
+        """
         dropped = fused and self.cluster.platform == "cpu" and strategy.keep != "all"
         return replace(strategy, keep="all") if dropped else strategy
 
@@ -216,8 +219,7 @@ class Describer:
         Raises:
             StrategyError: the strategy is illegal for this layer.
         """
-        strategy = self._as_compiled(strategy, fused)
-        weights = self.weights(layer, strategy)
+        weights, held = self.weights(layer, strategy), self._as_held(strategy, fused)
         full, small = self._counts(layer, strategy)
         local = _local(samples, strategy)
         passes = [
@@ -226,7 +228,7 @@ class Describer:
         ]
         timed = [self._compute(p, strategy) for p in passes]
         total = [sum(t) for t in timed]
-        gathers = 2 if strategy.keep != "all" or not fused else 1
+        gathers = 2 if held.keep != "all" or not fused else 1
         exchange_s = sum(self._exchange_s(strategy, weights))
         return Parts(
             flops_s=sum(t[0] for t in timed),

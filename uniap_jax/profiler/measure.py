@@ -172,9 +172,14 @@ class Measurer(Prober):
         }
 
     def expected_s(self, entry: Entry) -> float:
-        """A compile, and as few runs as may be of what is described, of a stage that has the machine to itself."""
+        """A compile, and as few runs as may be of what is described, of a stage that has the machine to itself.
+
+        What holds more than there is ends where it is compiled, or with its first allocation.
+        """
         layer, fused = self.describer.graph.layers[entry.layer], entry.num_stages == 1
         told = self.describer.cost(layer, entry.strategy, samples=entry.key.samples, fused=fused)
+        if told.kept_bytes + told.transient_bytes > self.describer.cluster.capacity_bytes:
+            return COMPILE_S
         alone_s = (told.time_s + told.sync_s) / self.rates.slowdown(entry.num_stages)
         return COMPILE_S + alone_s * (1 + RUNS_IF_LONG)
 

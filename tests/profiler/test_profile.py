@@ -202,21 +202,25 @@ def test_a_share_that_is_none_is_refused(graph):
         profile(graph, local_cluster(), source="described", memory_share=1.5)
 
 
-def test_masks_are_drawn_again_where_the_forward_is_computed_again():
+@pytest.mark.parametrize("key", [jax.random.key, jax.random.PRNGKey, lambda n: jax.random.split(jax.random.key(n), 2)])
+def test_masks_are_drawn_again_where_the_forward_is_computed_again(key):
     """As in the step, whose keys are computed: from an argument the CPU compiler draws once for both."""
+
+    def one_of(keys):
+        return keys[0] if keys.ndim and jax.numpy.issubdtype(keys.dtype, jax.dtypes.prng_key) else keys
 
     def train_step(state, batch):
         def loss(params):
             x = batch
             for i, w in enumerate(params):
-                mask = jax.random.bernoulli(jax.random.fold_in(state["key"], i), 0.9, x.shape)
+                mask = jax.random.bernoulli(jax.random.fold_in(one_of(state["key"]), i), 0.9, x.shape)
                 x = x + jax.numpy.where(mask, jax.numpy.tanh(x @ w), 0.0)
             return (x**2).mean()
 
         value, grads = jax.value_and_grad(loss)(state["params"])
         return {**state, "params": [p - 0.1 * g for p, g in zip(state["params"], grads, strict=True)]}, value
 
-    state = {"params": [jax.numpy.ones((16, 16))] * 2, "key": jax.random.key(0)}
+    state = {"params": [jax.numpy.ones((16, 16))] * 2, "key": key(0)}
     graph = trace(train_step, state, jax.numpy.ones((8, 16)))
     layer = next(x for x in graph.layers if x.params)
 

@@ -21,6 +21,8 @@ from uniap_jax.core.sharding import LayerSharding, layer_sharding
 from uniap_jax.core.strategy import Strategy
 from uniap_jax.core.vjp import is_float, layer_avals, layer_function
 
+RAW_KEYS = {(2,): "threefry2x32", (4,): "rbg"}
+"""Kinds of keys that are plain numbers, by their last dimension."""
 UNOPTIMISED: dict[str, Any] = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 """Options of XLA's CPU compiler."""
 
@@ -94,12 +96,23 @@ def compile_fused(case: Case, arrays: Arrays | None) -> tuple[Direction]:
 
 
 def drawn(operands: Sequence[Any]) -> list[Any]:
-    """Operands with keys that are computed, as they are within a step of one stage.
+    """Operands with keys that are hashed, as they are within a step of one stage.
 
     What is drawn from a key that is an argument XLA's CPU compiler draws once for the forward and for the one that is
-    computed again; from a key that is computed it draws twice, and masks of dropout cost as much as matrix products.
+    computed again; from a key that is hashed it draws twice, and masks of dropout cost as much as matrix products.
     """
-    return [jax.random.fold_in(o, 1) if jnp.issubdtype(o.dtype, jax.dtypes.prng_key) else o for o in operands]
+
+    def hashed(keys: Any) -> Any:
+        flat = jax.vmap(lambda key: jax.random.fold_in(key, 1))(keys.reshape(-1))
+        return flat.reshape(keys.shape)
+
+    def computed(o: Any) -> Any:
+        if jnp.issubdtype(o.dtype, jax.dtypes.prng_key):
+            return hashed(o)
+        impl = RAW_KEYS.get(o.shape[-1:]) if o.dtype == jnp.uint32 else None
+        return o if impl is None else jax.random.key_data(hashed(jax.random.wrap_key_data(o, impl=impl)))
+
+    return [computed(o) for o in operands]
 
 
 def vjp(run: Callable[..., list[Any]], params: Any, operands: Any, reads: Any) -> tuple[list[Any], Any]:

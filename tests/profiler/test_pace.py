@@ -32,15 +32,15 @@ def paced(monkeypatch):
 
 
 def test_a_measurement_of_a_slow_moment_is_made_again(paced):
-    moments = iter([50, 36, 35])
-    assert paced([1.4, 1.4, 1.0, 1.4, 1.0, 1.05]).steadily(lambda: next(moments)) == (35, 1.0)
+    moments = iter([50, 35])
+    assert paced([1.4, 1.4, 1.0, 1.05]).steadily(lambda: next(moments)) == (35, 1.0)
 
 
 def test_a_machine_that_stays_slow_is_measured_as_it_is_and_not_waited_for_for_ever(paced):
     measured, machine = [], paced([1.5])
     for _ in range(9):
         assert machine.steadily(lambda: measured.append(1)) == (None, 1.5)
-    assert pace.TRIES + 8 <= len(measured) <= pace.TRIES + 9
+    assert 9 < len(measured) < 9 + pace.TRIES
 
 
 @pytest.mark.parametrize(("pace_s", "factor"), [(1e-3, 0.5), (0.0, 1.0)])

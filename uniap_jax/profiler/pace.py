@@ -62,7 +62,7 @@ class Pace:
     """
 
     def __init__(self, devices: Sequence[Any], own_s: float = 0.0) -> None:
-        self._start, self._own_s, self._patience_s = fixed_work(devices), own_s, TRIES * WAIT_S
+        self._start, self._own_s, self._patience_s = fixed_work(devices), own_s, 2 * WAIT_S
 
     def __call__(self, looks: int = LOOKS) -> float:
         """Seconds of the fixed work now."""

@@ -9,7 +9,7 @@ from uniap_jax.core.described import Describer
 from uniap_jax.core.profile import Rates
 from uniap_jax.profiler import pace
 from uniap_jax.profiler.cache import Cache
-from uniap_jax.profiler.measure import Measurer
+from uniap_jax.profiler.measure import COMPILE_S, Measurer
 from uniap_jax.profiler.order import entries
 from uniap_jax.profiler.pace import Pace
 
@@ -58,3 +58,17 @@ def test_times_of_a_slow_machine_are_told_at_its_own_pace(pace_s, factor, tmp_pa
     numbers = measurer.cache.get(measurer.facts(entry))
     assert told.time_s + told.sync_s == pytest.approx(factor * sum(numbers["seconds"]))
     assert measurer.known(entry) == told
+
+
+def test_what_is_known_says_how_long_the_rest_will_take(tmp_path):
+    """A description of this machine may be far off, and one entry may take minutes."""
+    describer = Describer(cost_support.graph(), local_cluster())
+    one, other = entries(describer, num_stages=1, num_microbatches=1, keeps=("all",))[:2]
+    measurer = Measurer(describer=describer, devices=jax.devices(), rates=Rates(), cache=Cache(tmp_path))
+    thought = measurer.expected_s(other) - COMPILE_S
+    told = describer.cost(
+        describer.graph.layers[one.layer], one.strategy, samples=one.key.samples, fused=one.num_stages == 1
+    )
+    slow = 50 * (told.time_s + told.sync_s)
+    measurer.cost(one, {"pace": 1.0, "seconds": [slow], "spread": [0.0], "runs": [1]}, told)
+    assert measurer.expected_s(other) - COMPILE_S == pytest.approx(50 * thought)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -125,6 +126,7 @@ class Measurer(Prober):
         rates: of the machine: contention turns a stage alone into a stage among busy ones, and the pace tells times
             of slow moments and of quick ones alike.
         pace: of the moment; made when first asked for.
+        truths: of what is known, over what is described.
     """
 
     verb = "measured"
@@ -133,6 +135,7 @@ class Measurer(Prober):
     rates: Rates
     arrays: Arrays | None = field(default_factory=Arrays)
     pace: Pace | None = None
+    truths: list[float] = field(default_factory=list)
 
     def stage(self, size: int) -> Sequence[Any]:
         """The first of the devices."""
@@ -180,7 +183,8 @@ class Measurer(Prober):
         told = self.describer.cost(layer, entry.strategy, samples=entry.key.samples, fused=fused)
         if told.kept_bytes + told.transient_bytes > self.describer.cluster.capacity_bytes:
             return COMPILE_S
-        alone_s = (told.time_s + told.sync_s) / self.rates.slowdown(entry.num_stages)
+        truth = statistics.median(self.truths) if self.truths else 1.0
+        alone_s = truth * (told.time_s + told.sync_s) / self.rates.slowdown(entry.num_stages)
         return COMPILE_S + alone_s * (1 + RUNS_IF_LONG)
 
     def _steadily(self, measure: Callable[[], T]) -> tuple[T, float]:
@@ -198,6 +202,8 @@ class Measurer(Prober):
             for s, d, r in zip(numbers["seconds"], numbers["spread"], numbers["runs"], strict=True)
         ]
         total = sum(t.median_s for t in timings)
+        if told.time_s > 0:
+            self.truths.append(total / (told.time_s + told.sync_s))
         sync = min(told.sync_s, 0.7 * timings[-1].median_s)
         share = told.forward_s / told.time_s if told.time_s > 0 else 1 / 3
         forward = (total - sync) * share if fused else timings[0].median_s

@@ -144,19 +144,26 @@ def test_the_two_programs_give_the_results_of_one(graph):
         assert jax.numpy.allclose(a, b, rtol=1e-5, atol=1e-7)
 
 
+class Probing:
+    """What `run_entries` asks of a prober, but for the measuring."""
+
+    def __init__(self, describer):
+        self.describer = describer
+
+    def known(self, entry):
+        return None
+
+    def expected_s(self, entry):
+        return 1.0
+
+
 def test_what_is_found_comes_in_the_order_of_its_worth_whoever_ends_first(graph):
     """Ties between neighbours go to the first, so the order of threads must not decide them."""
     describer = Describer(graph, local_cluster())
     ranked = entries(describer, num_stages=1, num_microbatches=1, keeps=("all",))[:2]
     second_is_done = threading.Event()
 
-    class Slow:
-        def __init__(self):
-            self.describer = describer
-
-        def known(self, entry):
-            return None
-
+    class Slow(Probing):
         def measure(self, entry):
             if entry is ranked[0]:
                 assert second_is_done.wait(10)
@@ -164,10 +171,7 @@ def test_what_is_found_comes_in_the_order_of_its_worth_whoever_ends_first(graph)
                 second_is_done.set()
             return entry.key
 
-        def expected_s(self, entry):
-            return 1.0
-
-    found = run_entries(ranked, Slow(), deadline_s=time.monotonic() + 10, progress=None, workers=2)
+    found = run_entries(ranked, Slow(describer), deadline_s=time.monotonic() + 10, progress=None, workers=2)
     assert list(found) == [e.key for e in ranked]
 
 
@@ -177,13 +181,7 @@ def test_what_takes_much_of_the_time_that_is_left_waits_for_the_others(graph, mo
     takes, clock, begun = dict(zip(ranked, [40, 5, 5, 200, 5, 5], strict=True)), [0.0], []
     monkeypatch.setattr(run.time, "monotonic", lambda: clock[0])
 
-    class Timed:
-        def __init__(self):
-            self.describer = describer
-
-        def known(self, entry):
-            return None
-
+    class Timed(Probing):
         def measure(self, entry):
             begun.append(takes[entry])
             clock[0] += 2 * takes[entry]  # twice as slow as was thought
@@ -192,7 +190,7 @@ def test_what_takes_much_of_the_time_that_is_left_waits_for_the_others(graph, mo
         def expected_s(self, entry):
             return takes[entry]
 
-    found = run_entries(ranked, Timed(), deadline_s=150.0, progress=None)
+    found = run_entries(ranked, Timed(describer), deadline_s=150.0, progress=None)
     assert begun == [5, 5, 5, 5, 40]
     assert list(found) == [e.key for e in ranked if takes[e] < 200]
 

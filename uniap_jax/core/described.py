@@ -282,7 +282,8 @@ class Describer:
         if strategy.fsdp == 1 or strategy.zero < 3:
             return 0.0
         stride = strategy.expert * strategy.context * strategy.tensor
-        return self._sum_s("all_gather", weights.count, weights.used, strategy.fsdp, stride)
+        fit = self.links.fit("all_gather", strategy.fsdp, stride)
+        return weights.count * fit.alpha_s + fit.beta_s_per_byte * weights.used  # one for each array
 
     def sync_s(self, strategy: Strategy, weights: ParamBytes) -> float:
         """Gradients summed over the batch and context axes, once: scattered over fsdp where split, then all_reduced.
@@ -296,22 +297,17 @@ class Describer:
         if strategy.zero >= 2 and self.cluster.platform != "cpu":
             stride *= 1 if strategy.context > 1 else strategy.fsdp
             if strategy.fsdp > 1:
-                total += self._sum_s("reduce_scatter", 1, rest, strategy.fsdp, inner)
+                total += self.links.time_s("reduce_scatter", rest, strategy.fsdp, inner)
                 rest = weights.grads
         else:  # XLA's CPU backend reduces over all of them, then slices
             data *= strategy.fsdp
         if data > 1:
-            total += self._sum_s("all_reduce", 1, rest, data, stride)
+            total += self.links.time_s("all_reduce", rest, data, stride)
         if strategy.expert > 1 and weights.shared_grads:
             shared = rest * weights.shared_grads / weights.full_grads
             stride = strategy.context * strategy.tensor
-            total += self._sum_s("all_reduce", 1, shared, strategy.expert, stride)
+            total += self.links.time_s("all_reduce", shared, strategy.expert, stride)
         return total
-
-    def _sum_s(self, kind: str, count: int, nbytes: float, size: int, stride: int) -> float:
-        """One collective for each of `count` arrays of `nbytes` in all."""
-        fit = self.links.fit(kind, size, stride)
-        return count * fit.alpha_s + fit.beta_s_per_byte * nbytes
 
     def _kept(self, layer: Layer, strategy: Strategy, local: float, fused: bool) -> float:
         full, small = self._counts(layer, strategy)

@@ -270,7 +270,8 @@ def window_facts(graph: LayerGraph, layers: Run, way: Way) -> dict[str, Any]:
         avals = [f"{a.shape}{a.dtype}" for a in layer.jaxpr.in_avals]
         told.append([layer.signature, avals, wiring, ends, _mapped(graph, layer.index, way)])
     return {
-        "what": "window 2",
+        "what": "window",
+        "programs": 2,
         "layers": told,
         "batch": graph.batch_size,
         "strategy": str(way.strategy),

@@ -44,9 +44,9 @@ def found_out(profile: Profile, measured: Collection[Key]) -> Profile:
 
     def cost(key, thought):
         if key not in measured:
-            return replace(thought, origin="scaled")
+            return replace(thought, origin="scaled", memory_origin="scaled")
         times = {n: getattr(thought, n) * (1.0 if "fsdp" in key.strategy else 4.0) for n in ("forward_s", "backward_s")}
-        return replace(thought, origin="measured", **times)
+        return replace(thought, origin="measured", memory_origin="compiled", **times)
 
     return replace(profile, source="measured", entries=tuple((k, cost(k, c)) for k, c in profile.entries))
 
@@ -75,16 +75,40 @@ def test_a_plan_that_rests_on_measured_numbers_is_the_best_under_all_of_them(gra
 
 
 def test_the_budget_is_kept(graph, described):
-    """What cannot be measured is asked for a few times, within the budget."""
-    cluster, shares = uniap.local_cluster(jax.devices()[:4]), list[float]()
+    """Every round finds out a little, and the search goes on for a few of them."""
+    cluster, measured, shares = uniap.local_cluster(jax.devices()[:4]), set[Key](), list[float]()
 
     def price(first: Sequence[Key], share: float) -> TableModel:
+        measured.update(first[:1])
         shares.append(share)
-        return cost_model.estimate(graph, cluster, found_out(described, ()))
+        return cost_model.estimate(graph, cluster, found_out(described, measured))
 
     planning.settled(price, solved)
     assert len(shares) == 1 + planning.ROUNDS
     assert sum(shares) == pytest.approx(1.0)
+
+
+def test_what_cannot_be_measured_is_asked_for_once(graph, described):
+    cluster, asked = uniap.local_cluster(jax.devices()[:4]), list[Sequence[Key]]()
+
+    def price(first: Sequence[Key], share: float) -> TableModel:
+        asked.append(first)
+        return cost_model.estimate(graph, cluster, found_out(described, ()))
+
+    planning.settled(price, solved)
+    assert [bool(first) for first in asked] == [False, True]
+
+
+def test_memory_that_no_compiler_told_is_asked_for(graph, described):
+    """Times may be in the cache from another day, and memory scaled from another layer's."""
+    timed = found_out(described, described.table())
+    scaled = replace(timed, entries=tuple((k, replace(c, memory_origin="scaled")) for k, c in timed.entries))
+    cluster = uniap.local_cluster(jax.devices()[:4])
+    for profile, known in ((timed, True), (scaled, False)):
+        costs = cost_model.estimate(graph, cluster, profile)
+        plan = solved(costs)
+        wanted = cost_model.unmeasured(costs, plan)
+        assert {k.strategy for k in wanted} == (set() if known else {str(c.strategy) for c in plan.layers})
 
 
 def test_described_numbers_are_not_to_be_measured(graph, described):

@@ -140,20 +140,21 @@ def informed(
     """Costs under which plans rest on measured numbers, as far as the budget goes, and the plans.
 
     A search likes best what is underestimated. So what the plans found rest on and was not measured is measured next,
-    and the search run again.
+    and the search run again, until nothing is left to measure or nothing more can be.
 
     Args:
         price: costs, with the given entries measured first, in a share of the budget; what was measured before is kept.
         plans_of: the plans that matter under them.
     """
     model = price((), FIRST_SHARE)
-    plans = plans_of(model)
+    plans, before = plans_of(model), set[Key]()
     for _ in range(ROUNDS):
-        wanted = tuple(dict.fromkeys(key for plan in plans for key in cost_model.unmeasured(model, plan)))
-        if not wanted:
+        wanted = dict.fromkeys(key for plan in plans for key in cost_model.unmeasured(model, plan))
+        if set(wanted) == before:
             break
+        before = set(wanted)
         log.info("measuring %d numbers that the plan rests on", len(wanted))
-        model = price(wanted, (1.0 - FIRST_SHARE) / ROUNDS)
+        model = price(tuple(wanted), (1.0 - FIRST_SHARE) / ROUNDS)
         plans = plans_of(model)
     return model, plans
 

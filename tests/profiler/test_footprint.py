@@ -141,6 +141,7 @@ def test_between_two_batches_memory_lies_on_their_line_and_alone_is_scaled(descr
 
     ends = dict([known(wanted.way.samples // 2, 100.0), known(2 * wanted.way.samples, 400.0)])
     found = Footprints(describer, ends).of(wanted, told)
-    assert found == Footprint(kept_bytes=200.0, transient_bytes=400.0, marginal_bytes=600.0)
+    line = {"kept_bytes": 200.0, "transient_bytes": 400.0, "marginal_bytes": 600.0}
+    assert found == Footprint(**line, memory_origin="compiled")
     alone = Footprints(describer, dict([known(wanted.way.samples // 2, 100.0)])).of(wanted, told)
     assert alone.kept_bytes == pytest.approx(200.0)  # twice the samples of a layer that keeps activations alone

@@ -175,24 +175,41 @@ def test_what_is_found_comes_in_the_order_of_its_worth_whoever_ends_first(graph)
     assert list(found) == [e.key for e in ranked]
 
 
-def test_what_takes_much_of_the_time_that_is_left_waits_for_the_others(graph, monkeypatch):
-    describer = Describer(graph, local_cluster())
-    ranked = entries(describer, num_stages=1, num_microbatches=(1, 2, 4, 8), keeps=("all",))[:6]
-    takes, clock, begun = dict(zip(ranked, [40, 5, 5, 200, 5, 5], strict=True)), [0.0], []
-    monkeypatch.setattr(run.time, "monotonic", lambda: clock[0])
+def timed(describer, takes, clock, begun, expected):
+    """A prober whose entries take what they are said to take, on a clock of its own."""
 
     class Timed(Probing):
         def measure(self, entry):
             begun.append(takes[entry])
-            clock[0] += 2 * takes[entry]  # twice as slow as was thought
+            clock[0] += takes[entry]
             return entry.key
 
         def expected_s(self, entry):
-            return takes[entry]
+            return expected(entry)
 
-    found = run_entries(ranked, Timed(describer), deadline_s=150.0, progress=None)
-    assert begun == [5, 5, 5, 5, 40]
-    assert list(found) == [e.key for e in ranked if takes[e] < 200]
+    return Timed(describer)
+
+
+def test_what_takes_much_of_the_time_that_is_left_waits_for_the_others(graph, monkeypatch):
+    describer = Describer(graph, local_cluster())
+    ranked = entries(describer, num_stages=1, num_microbatches=(1, 2, 4, 8), keeps=("all",))[:6]
+    takes, clock, begun = dict(zip(ranked, [80, 10, 10, 400, 10, 10], strict=True)), [0.0], []
+    monkeypatch.setattr(run.time, "monotonic", lambda: clock[0])
+    prober = timed(describer, takes, clock, begun, takes.get)
+    found = run_entries(ranked, prober, deadline_s=150.0, progress=None)
+    assert begun == [10, 10, 10, 10, 80]
+    assert list(found) == [e.key for e in ranked if takes[e] < 400]
+
+
+def test_what_was_thought_too_long_is_begun_as_soon_as_it_is_known_better(graph, monkeypatch):
+    """Before anything is known the dearest entries are put off; one that is not dear says how dear they are."""
+    describer = Describer(graph, local_cluster())
+    ranked = entries(describer, num_stages=1, num_microbatches=(1, 2, 4, 8), keeps=("all",))[:4]
+    takes, clock, begun = dict(zip(ranked, [20, 4, 5, 6], strict=True)), [0.0], []
+    monkeypatch.setattr(run.time, "monotonic", lambda: clock[0])
+    prober = timed(describer, takes, clock, begun, lambda e: takes[e] * (1 if begun else 5))
+    run_entries(ranked, prober, deadline_s=100.0, progress=None)
+    assert begun == [4, 20, 5, 6]
 
 
 def test_a_share_that_is_none_is_refused(graph):

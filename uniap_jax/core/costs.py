@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from uniap_jax.core.plan import SCHEDULES
+from uniap_jax.core.plan import SCHEDULES, Plan
 from uniap_jax.core.strategy import Strategy
 
 if TYPE_CHECKING:  # that module imports this one
@@ -55,6 +55,11 @@ class Candidate:
             )
         if self.schedule not in SCHEDULES:
             raise ValueError(f"schedule {self.schedule!r} is unknown; use one of {', '.join(SCHEDULES)}")
+
+    @classmethod
+    def of(cls, plan: Plan) -> Candidate:
+        """The one that a plan was found in."""
+        return cls(num_stages=plan.num_stages, num_microbatches=plan.num_microbatches, schedule=plan.schedule)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

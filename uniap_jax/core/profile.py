@@ -12,6 +12,7 @@ from uniap_jax.core.machine import Cluster, check_number
 SOURCES = ("measured", "compiled", "described")
 ORIGINS = (*SOURCES, "scaled", "does_not_fit")
 """Of one entry: "scaled" is a described number corrected by measured or compiled neighbours of the same layer."""
+MEMORY_ORIGINS = ("compiled", "scaled", "described")
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "collective_permute", "transfer")
 
 
@@ -39,10 +40,10 @@ class Footprint:
     marginal_bytes: float = 0.0
     leading_bytes: float = 0.0
     alone_bytes: float = 0.0
+    memory_origin: str = "described"
 
     def __post_init__(self) -> None:
-        for name in ("kept_bytes", "transient_bytes", "marginal_bytes", "leading_bytes", "alone_bytes"):
-            check_number(name, getattr(self, name))
+        _check_memory(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +62,8 @@ class LayerCost:
             apart. 0 where no compiler was asked.
         leading_bytes: what it adds beyond that as the first of several layers on a stage.
         alone_bytes: all of that where it is the only layer of a stage. 0 where no compiler was asked.
+        memory_origin: where the bytes come from: "compiled" (layers like it were, at this batch or at two others),
+            "scaled" from a compiled neighbour, or "described".
         turned: memory on a stage that runs both directions as one program, as the last one does under 1F1B; None where
             that is no different, or not known.
         origin: one of ORIGINS.
@@ -76,15 +79,16 @@ class LayerCost:
     marginal_bytes: float = 0.0
     leading_bytes: float = 0.0
     alone_bytes: float = 0.0
+    memory_origin: str = "described"
     turned: Footprint | None = None
     origin: str = "described"
     spread: float = 0.0
     runs: int = 0
 
     def __post_init__(self) -> None:
-        memory = ("kept_bytes", "transient_bytes", "marginal_bytes", "leading_bytes", "alone_bytes")
-        for name in ("forward_s", "backward_s", "sync_s", *memory, "spread"):
+        for name in ("forward_s", "backward_s", "sync_s", "spread"):
             check_number(name, getattr(self, name))
+        _check_memory(self)
         if self.origin not in ORIGINS:
             raise ProfileError(f"origin {self.origin!r} is unknown; use one of {', '.join(ORIGINS)}", field="origin")
 
@@ -97,6 +101,16 @@ class LayerCost:
     def time_s(self) -> float:
         """Forward and backward, without gradient synchronisation."""
         return self.forward_s + self.backward_s
+
+
+def _check_memory(of: Footprint | LayerCost) -> None:
+    for name in ("kept_bytes", "transient_bytes", "marginal_bytes", "leading_bytes", "alone_bytes"):
+        check_number(name, getattr(of, name))
+    if of.memory_origin not in MEMORY_ORIGINS:
+        raise ProfileError(
+            f"memory_origin {of.memory_origin!r} is unknown; use one of {', '.join(MEMORY_ORIGINS)}",
+            field="memory_origin",
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -54,7 +54,7 @@ def price(model: CostModel, plan: Plan) -> float | None:
         model: of the plan's devices.
         plan: with a program per stage.
     """
-    candidate = Candidate(num_stages=plan.num_stages, num_microbatches=plan.num_microbatches, schedule=plan.schedule)
+    candidate = Candidate.of(plan)
     known = {replace(c, storage="") for c in model.candidates()}
     if candidate not in known or model.stage_devices(plan.num_stages) != plan.stage_devices:
         return None

@@ -47,18 +47,14 @@ def _over(plan: Plan) -> list[str]:
     ]
 
 
-def _candidate(plan: Plan) -> Candidate:
-    return Candidate(num_stages=plan.num_stages, num_microbatches=plan.num_microbatches, schedule=plan.schedule)
-
-
 def _peak(model: TableModel, plan: Plan, stage: int) -> float:
     """Bytes of one device of a stage: the tables' sum, with working memory and reads as the stage has them."""
     layers = plan.stage_layers(stage)
     strategies = [plan.layers[u].strategy for u in layers]
-    columns = {s: _working(model, s, _candidate(plan), stage) for s in set(strategies)}
-    shares = {s: working_share(columns[s], model.graph, _candidate(plan))[:, 0] for s in set(strategies)}
+    columns = {s: _working(model, s, Candidate.of(plan), stage) for s in set(strategies)}
+    shares = {s: working_share(columns[s], model.graph, Candidate.of(plan))[:, 0] for s in set(strategies)}
     spread = sum(float(shares[s][u]) for u, s in zip(layers, strategies, strict=True))
-    costs = [model.stage_cost(u, s, _candidate(plan), stage) for u, s in zip(layers, strategies, strict=True)]
+    costs = [model.stage_cost(u, s, Candidate.of(plan), stage) for u, s in zip(layers, strategies, strict=True)]
     working = max(c.transient_bytes for c in costs) + costs[0].leading_bytes
     if len(costs) == 1 and costs[0].alone_bytes:
         working = costs[0].alone_bytes - costs[0].marginal_bytes
@@ -83,14 +79,14 @@ def _arriving(model: TableModel, plan: Plan, stage: int) -> float:
     total, seen = 0.0, set[int]()
     for u in mine:
         layer, strategy = graph.layers[u], plan.layers[u].strategy
-        cost = model.stage_cost(u, strategy, _candidate(plan), stage)
+        cost = model.stage_cost(u, strategy, Candidate.of(plan), stage)
         specs, sizes = layer_sharding(graph, layer, strategy).reads, dict(axis_sizes(strategy.num_devices))
         for v, spec in zip(layer.reads, specs, strict=True):
             if v not in written and v not in seen and cost.marginal_bytes:
                 seen.add(v)
                 cut = plan.num_microbatches if graph.values[v].batch_dim is not None else 1
                 total += shard_bytes(graph.values[v], spec, sizes) / cut
-    return total * flights(_candidate(plan), stage)
+    return total * flights(Candidate.of(plan), stage)
 
 
 def _parts(model: TableModel, plan: Plan, stage: int) -> MemoryParts:
@@ -102,7 +98,7 @@ def _parts(model: TableModel, plan: Plan, stage: int) -> MemoryParts:
     graph, state = model.graph, state_bytes(model.graph)
     parameters = optimizer = gradients = activations = 0.0
     seen: set[int] = set()
-    candidate = _candidate(plan)
+    candidate = Candidate.of(plan)
     for index in plan.stage_layers(stage):
         layer, strategy = graph.layers[index], plan.layers[index].strategy
         sharding = layer_sharding(model.graph, layer, replace(strategy, keep="all"))

@@ -22,7 +22,8 @@ from uniap_jax.core.replicated import reduces_once
 from uniap_jax.core.sharding import make_mesh
 from uniap_jax.core.strategy import DEGREES, Strategy
 from uniap_jax.profiler.order import Entry
-from uniap_jax.profiler.probe import Prober
+from uniap_jax.profiler.probe import COMPILE_S, Prober
+from uniap_jax.profiler.timing import Durations
 from uniap_jax.profiler.window import (
     Need,
     Neighbourhood,
@@ -128,6 +129,7 @@ class Footprints:
             marginal_bytes=mixed("marginal_bytes") if low.marginal_bytes and high.marginal_bytes else 0.0,
             leading_bytes=mixed("leading_bytes"),
             alone_bytes=mixed("alone_bytes"),
+            memory_origin="compiled",
         )
 
     def _scaled(self, wanted: Replica, near: Replica) -> Footprint:
@@ -150,6 +152,7 @@ class Footprints:
             marginal_bytes=marginal,
             leading_bytes=known.leading_bytes * _ratio(wanted.way.local, near.way.local),
             alone_bytes=max(0.0, marginal + beyond) if marginal else 0.0,
+            memory_origin="scaled",
         )
 
     def _activations(self, replica: Replica) -> LayerCost:
@@ -249,6 +252,7 @@ class Footprinter:
         locks: of windows that are being compiled.
         missing: windows that the cache does not have.
         around: of each kind of layer under each strategy, its neighbourhood.
+        compiles: of windows.
     """
 
     describer: Describer
@@ -257,6 +261,7 @@ class Footprinter:
     locks: dict[tuple[Run, Way], Lock] = field(default_factory=dict)
     missing: set[tuple[Run, Way]] = field(default_factory=set)
     around: dict[tuple[int, Strategy], Neighbourhood] = field(default_factory=dict)
+    compiles: Durations = field(default_factory=lambda: Durations(COMPILE_S))
 
     def known(self, sought: Sought) -> Footprint | None:
         """From windows that were compiled before; None where one was not."""
@@ -283,7 +288,8 @@ class Footprinter:
 
     def expected_s(self, sought: Sought) -> float:
         """One window is as good as another."""
-        return 1.0
+        around, way = self._around(sought.key), sought.key.way
+        return self.compiles.next_s * sum(not self._cached(layers, way) for layers in around.windows)
 
     def _around(self, replica: Replica) -> Neighbourhood:
         name = replica.layer, replica.way.strategy
@@ -317,6 +323,7 @@ class Footprinter:
         pieces = self.describer.graph.batch_size // way.samples
         cut = self.describer.graph if pieces == 1 else self.describer.graph.microbatch(pieces)
         mesh = make_mesh(list(self.prober.stage(way.strategy.num_devices)))
-        need = window_need(window_piece(cut, layers, way, mesh), way)
+        with self.compiles.one():
+            need = window_need(window_piece(cut, layers, way, mesh), way)
         self.needs[layers, compiled_as(way)] = need
         self.prober.cache.put(self._facts(layers, way), {} if need is None else asdict(need))

@@ -24,12 +24,12 @@ from uniap_jax.profiler.order import Entry
 from uniap_jax.profiler.pace import Pace
 from uniap_jax.profiler.probe import Prober
 from uniap_jax.profiler.programs import Arrays, Direction
-from uniap_jax.profiler.timing import RUNS_IF_LONG, Timing, time_in_a_row
+from uniap_jax.profiler.timing import Timing, in_a_row_s, time_in_a_row
 
 T = TypeVar("T")
 
-COMPILE_S = 1.0
-"""Of a layer and its timing, where it runs for less."""
+UNSURE = 5.0
+"""By how much longer than described a layer may take on a machine of which nothing is known yet."""
 FIRST_LOOKS = 9
 """Rows of runs, before the machine is measured and after, of which the quicker median is the machine's own pace."""
 
@@ -182,10 +182,10 @@ class Measurer(Prober):
         layer, fused = self.describer.graph.layers[entry.layer], entry.num_stages == 1
         told = self.describer.cost(layer, entry.strategy, samples=entry.key.samples, fused=fused)
         if told.kept_bytes + told.transient_bytes > self.describer.cluster.capacity_bytes:
-            return COMPILE_S
-        truth = statistics.median(self.truths) if self.truths else 1.0
+            return self.compiles.next_s
+        truth = statistics.median(self.truths) if self.truths else UNSURE
         alone_s = truth * (told.time_s + told.sync_s) / self.rates.slowdown(entry.num_stages)
-        return COMPILE_S + alone_s * (1 + RUNS_IF_LONG)
+        return self.compiles.next_s + in_a_row_s(alone_s)
 
     def _steadily(self, measure: Callable[[], T]) -> tuple[T, float]:
         if not self.rates.pace_s:

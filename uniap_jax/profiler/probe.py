@@ -17,6 +17,10 @@ from uniap_jax.profiler.cache import Cache
 from uniap_jax.profiler.order import Entry
 from uniap_jax.profiler.piece import compile_split, piece_of
 from uniap_jax.profiler.programs import Arrays, Case, Direction, compile_fused
+from uniap_jax.profiler.timing import Durations
+
+COMPILE_S = 1.0
+"""Of a layer, before one was compiled."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -30,6 +34,7 @@ class Prober(ABC):
         cache: of earlier results.
         notes: what could not be done, one sentence each.
         arrays: inputs to run the programs on; None where they are only compiled.
+        compiles: of an entry's programs.
     """
 
     verb: ClassVar[str]
@@ -38,6 +43,7 @@ class Prober(ABC):
     cache: Cache
     notes: dict[str, None] = field(default_factory=dict)
     arrays: Arrays | None = None
+    compiles: Durations = field(default_factory=lambda: Durations(COMPILE_S))
 
     @abstractmethod
     def stage(self, size: int) -> Sequence[Any]:
@@ -101,7 +107,7 @@ class Prober(ABC):
 
     def expected_s(self, entry: Entry) -> float:
         """One compile is as good as another."""
-        return 1.0
+        return self.compiles.next_s
 
     def _note(self, entry: Entry, why: str) -> None:
         name = self.describer.graph.layers[entry.layer].name
@@ -112,9 +118,13 @@ class Prober(ABC):
         cut = graph if entry.num_microbatches == 1 else graph.microbatch(entry.num_microbatches)
         mesh = make_mesh(list(self.stage(entry.strategy.num_devices)))
         case = Case(graph=cut, layer=cut.layers[entry.layer], strategy=entry.strategy, mesh=mesh)
-        if entry.num_stages == 1:
-            return self.times(compile_fused(case, self.arrays))
-        return self.times(compile_split(piece_of([case]), self.arrays, summed=entry.num_microbatches > 1))
+        programs: Sequence[Direction]
+        with self.compiles.one():
+            if entry.num_stages == 1:
+                programs = compile_fused(case, self.arrays)
+            else:
+                programs = compile_split(piece_of([case]), self.arrays, summed=entry.num_microbatches > 1)
+        return self.times(programs)
 
     def _cost(self, entry: Entry, numbers: dict[str, Any]) -> LayerCost:
         layer, fused = self.describer.graph.layers[entry.layer], entry.num_stages == 1

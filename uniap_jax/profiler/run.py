@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any, Protocol, TypeVar
@@ -15,10 +14,8 @@ T_co = TypeVar("T_co", covariant=True)
 T = TypeVar("T")
 
 Progress = Callable[[int, int, str], None]
-RECENT = 5
-"""How many of the latest durations say how long the next entry will take."""
 SHARES = (0.25, 1.0)
-"""Of what is left of the time, what one entry may take: first while others are left to do, then at all."""
+"""Of what is left of the time, what one entry may take: while others are left to do that take less, then at all."""
 
 
 class Item(Protocol):
@@ -66,7 +63,7 @@ class Probing(Protocol[E_contra, T_co]):
         ...
 
     def expected_s(self, entry: E_contra) -> float:
-        """Seconds that finding out would take, right up to a factor that is the same for all entries."""
+        """Seconds that finding out would likely take, by all that was found out before."""
         ...
 
 
@@ -89,43 +86,31 @@ def run_entries(
         if known is not None:
             found[entry.key] = known
     todo = [e for e in ranked if e.key not in found]
-    ended = deque[tuple[float, float]](maxlen=RECENT)
-    waiting = set[Future[tuple[E, T | None, float]]]()
-
-    def probe(entry: E) -> tuple[E, T | None, float]:
-        start = time.monotonic()
-        return entry, prober.measure(entry), time.monotonic() - start
+    waiting = set[Future[tuple[E, T | None]]]()
 
     def collect(room: int) -> None:
         nonlocal waiting
         while len(waiting) > room:
             ready, waiting = wait(waiting, return_when=FIRST_COMPLETED)
-            for entry, cost, seconds in (future.result() for future in ready):
-                ended.append((seconds, prober.expected_s(entry)))
-                if cost is not None:
-                    found[entry.key] = cost
+            found.update({entry.key: cost for entry, cost in (f.result() for f in ready) if cost is not None})
 
-    def likely_s(entry: E) -> float:
-        truth = sum(t for t, _ in ended) / sum(e for _, e in ended) if ended else 1.0
-        return truth * prober.expected_s(entry)
+    def first_within(seconds: float) -> E | None:
+        return next((e for e in todo if prober.expected_s(e) <= seconds), None)
 
     with ThreadPoolExecutor(max_workers=workers) as pool:
-        for share in SHARES:
-            put_off: list[E] = []
-            for i, entry in enumerate(todo):
-                collect(workers - 1)
-                left = deadline_s - time.monotonic()
-                if left <= 0:
-                    break
-                if likely_s(entry) > share * left:
-                    put_off.append(entry)
-                    continue
-                if progress is not None:
-                    name = prober.describer.graph.layers[entry.layer].name
-                    told = f"{name}, {entry.strategy}, {entry.num_stages} stages"
-                    progress(len(found), len(found) + len(todo) - i + len(put_off), told)
-                waiting.add(pool.submit(probe, entry))
-            collect(0)
-            todo = put_off
+        while todo:
+            collect(workers - 1)
+            left = deadline_s - time.monotonic()
+            ready = (first_within(share * left) for share in SHARES)
+            entry = next((e for e in ready if e is not None), None)
+            if entry is None:
+                break
+            todo.remove(entry)
+            if progress is not None:
+                name = prober.describer.graph.layers[entry.layer].name
+                total = len(found) + len(waiting) + len(todo) + 1
+                progress(len(found), total, f"{name}, {entry.strategy}, {entry.num_stages} stages")
+            waiting.add(pool.submit(lambda e: (e, prober.measure(e)), entry))
+        collect(0)
     # in order: what is not known is scaled from the nearest that is, and of two as near from the first
     return {e.key: found[e.key] for e in ranked if e.key in found}

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 ROW = 4
 """Runs that follow each other at once, where what is wanted is the time of one among others."""
-LONG_S = 1.0
+ROWS = 3
+"""Rows at the least."""
+LONG_S = 0.3
 """Of a run that says its time after two more: neither a cold start nor the host weighs anything in it."""
 RUNS_IF_LONG = 2
+RECENT = 5
+"""How many of the latest durations say how long the next will be."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +59,7 @@ def time_in_a_row(
     wait: Callable[[Any], Any],
     *,
     length: int = ROW,
-    min_rows: int = 3,
+    min_rows: int = ROWS,
     max_rows: int = 8,
     target_s: float = 0.25,
 ) -> Timing:
@@ -86,6 +92,35 @@ def time_in_a_row(
         wait(before)
         seconds.append((time.perf_counter() - began) / length)
     return summarize(seconds)
+
+
+def in_a_row_s(run_s: float) -> float:
+    """Seconds that `time_in_a_row` takes at the least for runs of `run_s`."""
+    return run_s * (1 + (RUNS_IF_LONG if run_s > LONG_S else ROWS * ROW))
+
+
+class Durations:
+    """Of things that are much alike.
+
+    Args:
+        guess_s: of one, before any is known.
+    """
+
+    def __init__(self, guess_s: float) -> None:
+        self._guess_s, self._latest = guess_s, deque[float](maxlen=RECENT)
+
+    @contextmanager
+    def one(self) -> Iterator[None]:
+        """Times one more, unless it fails."""
+        started = time.monotonic()
+        yield
+        self._latest.append(time.monotonic() - started)
+
+    @property
+    def next_s(self) -> float:
+        """Likely of the next."""
+        latest = tuple(self._latest)  # threads add to it
+        return statistics.median(latest) if latest else self._guess_s
 
 
 def summarize(seconds: list[float]) -> Timing:

@@ -234,6 +234,7 @@ def footprint(
         marginal_bytes=sums + more,
         leading_bytes=returned + (max(0.0, first - more) if grown and first is not None else 0.0),
         alone_bytes=sums + alone.own + returned,
+        memory_origin="compiled",
     )
 
 
@@ -246,11 +247,13 @@ def _described(alone: Need, way: Way, told: LayerCost, weights: ParamBytes) -> F
     """Of a layer that lies beside no other: gradients and what is kept are known or described, the rest works."""
     if not way.turned:
         working = max(0.0, alone.own - (weights.full_grads if way.summed else weights.grads))
-        return Footprint(kept_bytes=alone.held + alone.read, transient_bytes=working + alone.returned)
+        return Footprint(
+            kept_bytes=alone.held + alone.read, transient_bytes=working + alone.returned, memory_origin="compiled"
+        )
     rest = max(0.0, alone.own - weights.full_grads - (weights.grads if way.looped else 0.0))
     kept = min(told.kept_bytes, rest)
     returned = 0.0 if way.only else alone.returned
-    return Footprint(kept_bytes=kept, transient_bytes=rest - kept + returned)
+    return Footprint(kept_bytes=kept, transient_bytes=rest - kept + returned, memory_origin="compiled")
 
 
 def window_facts(graph: LayerGraph, layers: Run, way: Way) -> dict[str, Any]:

@@ -102,15 +102,15 @@ def run_entries(
             collect(workers - 1)
             left = deadline_s - time.monotonic()
             ready = (first_within(share * left) for share in SHARES)
-            entry = next((e for e in ready if e is not None), None)
-            if entry is None:
+            next_one = next((e for e in ready if e is not None), None)
+            if next_one is None:
                 break
-            todo.remove(entry)
+            todo.remove(next_one)
             if progress is not None:
-                name = prober.describer.graph.layers[entry.layer].name
+                name = prober.describer.graph.layers[next_one.layer].name
                 total = len(found) + len(waiting) + len(todo) + 1
-                progress(len(found), total, f"{name}, {entry.strategy}, {entry.num_stages} stages")
-            waiting.add(pool.submit(lambda e: (e, prober.measure(e)), entry))
+                progress(len(found), total, f"{name}, {next_one.strategy}, {next_one.num_stages} stages")
+            waiting.add(pool.submit(lambda e: (e, prober.measure(e)), next_one))
         collect(0)
     # in order: what is not known is scaled from the nearest that is, and of two as near from the first
     return {e.key: found[e.key] for e in ranked if e.key in found}

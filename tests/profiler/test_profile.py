@@ -1,5 +1,6 @@
 import threading
 import time
+from dataclasses import replace
 
 import jax
 import pytest
@@ -12,12 +13,13 @@ from uniap_jax.core.errors import ProfileError
 from uniap_jax.core.profile import Rates
 from uniap_jax.core.sharding import make_mesh
 from uniap_jax.core.strategy import Strategy
-from uniap_jax.profiler import profile, run
+from uniap_jax.profiler import profile, run, timing
 from uniap_jax.profiler.cache import Cache
 from uniap_jax.profiler.measure import Measurer
 from uniap_jax.profiler.optimizer import measure_optimizer
-from uniap_jax.profiler.order import entries
+from uniap_jax.profiler.order import by_value, described, entries
 from uniap_jax.profiler.piece import compile_split, piece_of
+from uniap_jax.profiler.probe import COMPILE_S
 from uniap_jax.profiler.programs import Arrays, Case, compile_fused
 from uniap_jax.profiler.run import run_entries
 from uniap_jax.profiler.timing import Timing
@@ -210,6 +212,33 @@ def test_what_was_thought_too_long_is_begun_as_soon_as_it_is_known_better(graph,
     prober = timed(describer, takes, clock, begun, lambda e: takes[e] * (1 if begun else 5))
     run_entries(ranked, prober, deadline_s=100.0, progress=None)
     assert begun == [4, 20, 5, 6]
+
+
+def test_what_needs_more_memory_than_a_device_has_is_not_run(graph, tmp_path, monkeypatch):
+    """Devices of one host would take it from each other, and a layer run for minutes that no plan may use."""
+    cluster = local_cluster()
+    describer = Describer(graph, replace(cluster, memory_bytes=4096, memory_limit="90%"))
+    entry = entries(describer, num_stages=1, num_microbatches=1, keeps=("all",))[0]
+    measurer = Measurer(
+        describer=describer, devices=jax.devices(), rates=Rates(), cache=Cache(tmp_path), arrays=Arrays(4096)
+    )
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: pytest.fail("it was run"))
+    assert measurer.measure(entry).origin == "does_not_fit"
+    assert measurer.known(entry).origin == "does_not_fit"
+    assert measurer.expected_s(entry) < COMPILE_S
+
+
+def test_what_needs_more_memory_than_a_device_has_comes_last(graph):
+    cluster = local_cluster()
+    describer = Describer(graph, cluster)
+    every = entries(describer, num_stages=1, num_microbatches=(1, 8), keeps=("all",))
+    told = {e: described(e, describer) for e in every}
+    needs = {e: cost.kept_bytes + cost.transient_bytes for e, cost in told.items()}
+    limit = int(sorted(needs.values())[len(needs) // 2])
+    ranked = by_value(every, Describer(graph, replace(cluster, memory_bytes=limit)))
+    large = [needs[e] > limit for e in ranked]
+    assert large == sorted(large)
+    assert any(large)
 
 
 def test_a_share_that_is_none_is_refused(graph):

@@ -21,7 +21,8 @@ from uniap_jax.profiler.calibrate import fill
 from uniap_jax.profiler.compiled import Compiler, measure_cycle
 from uniap_jax.profiler.footprint import Footprinter, by_variety
 from uniap_jax.profiler.measure import Measurer, measure_machine, measured_describer
-from uniap_jax.profiler.order import Entry, by_value, entries
+from uniap_jax.profiler.order import Entry, by_value, described, entries
+from uniap_jax.profiler.programs import Arrays
 from uniap_jax.profiler.run import run_entries
 
 __all__ = ["profile"]
@@ -80,7 +81,7 @@ def profile(
     describer = Describer(graph.by_rows, cluster)
     found = entries(describer, num_stages=num_stages, num_microbatches=num_microbatches, keeps=keeps)
     if source == "described":
-        costs = {e.key: _described(describer, e) for e in found}
+        costs = {e.key: described(e, describer) for e in found}
         return _profile(describer, costs, source=source, start=start)
     cache = Cache(Path(cache_dir) if cache_dir is not None else default_dir())
     fits: tuple[LinkFit, ...] = ()
@@ -91,7 +92,8 @@ def profile(
         stages = sorted({e.num_stages for e in found})
         fits, rates = measure_machine(here, stages, cache, start + LINKS_SHARE * budget_s)
         describer = measured_describer(describer, fits, rates)
-        measurer = Measurer(describer=describer, devices=here, rates=rates, cache=cache)
+        arrays = Arrays(cluster.memory_bytes)
+        measurer = Measurer(describer=describer, devices=here, rates=rates, cache=cache, arrays=arrays)
         rates = measurer.rates = measurer.with_optimizer(start + budget_s)
         prober, workers = measurer, 1
     else:
@@ -136,11 +138,6 @@ def _absent_stages(cluster: Cluster, found: Sequence[Entry]) -> dict[int, Sequen
         with suppress(ProfileError):
             absent.setdefault(size, stage_devices(cluster, cluster.num_devices // size))
     return absent
-
-
-def _described(describer: Describer, entry: Entry) -> LayerCost:
-    layer = describer.graph.layers[entry.layer]
-    return describer.cost(layer, entry.strategy, samples=entry.key.samples, fused=entry.num_stages == 1)
 
 
 def _devices(cluster: Cluster, devices: Sequence[Any] | None) -> list[Any]:

@@ -13,7 +13,7 @@ from uniap_jax.core.described import Describer
 from uniap_jax.core.profile import Footprint, Key, LayerCost
 from uniap_jax.core.weights import param_bytes
 from uniap_jax.profiler.footprint import Footprints, Replica, replica_of
-from uniap_jax.profiler.order import Entry
+from uniap_jax.profiler.order import Entry, described
 
 PRIOR = 0.3
 """Weight of the described rates against one measurement: decides only where measurements cannot."""
@@ -123,8 +123,7 @@ def _recomputed(
     entry: Entry, plain_parts: NDArray[np.float64], parts: NDArray[np.float64], plain: LayerCost, describer: Describer
 ) -> LayerCost:
     """Recompute from the same entry without it: the operations it adds, in the backward."""
-    layer = describer.graph.layers[entry.layer]
-    base = describer.cost(layer, entry.strategy, samples=entry.key.samples, fused=entry.num_stages == 1)
+    base = described(entry, describer)
     work, plain_work = float(parts[0] + parts[3]), float(plain_parts[0] + plain_parts[3])
     more = max(work / plain_work - 1.0, LEAST_RECOMPUTE) if plain_work > 0 else LEAST_RECOMPUTE
     return replace(
@@ -148,8 +147,7 @@ def _scaled(
     ratio: Mapping[Key, float],
     describer: Describer,
 ) -> LayerCost:
-    layer = describer.graph.layers[entry.layer]
-    base = describer.cost(layer, entry.strategy, samples=entry.key.samples, fused=entry.num_stages == 1)
+    base = described(entry, describer)
     if not ratio:
         return base
     correction = 1.0

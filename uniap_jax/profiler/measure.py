@@ -20,7 +20,7 @@ from uniap_jax.core.sharding import axis_sizes
 from uniap_jax.profiler import links
 from uniap_jax.profiler.cache import Cache
 from uniap_jax.profiler.optimizer import measure_optimizer
-from uniap_jax.profiler.order import Entry
+from uniap_jax.profiler.order import Entry, described, too_large
 from uniap_jax.profiler.pace import Pace
 from uniap_jax.profiler.probe import Prober
 from uniap_jax.profiler.programs import Arrays, Direction
@@ -143,7 +143,7 @@ class Measurer(Prober):
 
     def surroundings(self, size: int) -> dict[str, Any]:
         """The machine."""
-        return machine_facts(self.devices)
+        return {"memory_bytes": self.describer.cluster.memory_bytes, **machine_facts(self.devices)}
 
     def with_optimizer(self, deadline_s: float) -> Rates:
         """The rates with those of the step's own optimizer, where it runs and there is time for it."""
@@ -165,7 +165,12 @@ class Measurer(Prober):
         return replace(self.rates, update_bytes_per_s=known["rate"], update_leaf_s=known["leaf"])
 
     def times(self, programs: Sequence[Direction]) -> dict[str, Any]:
-        """By the clock, and how fast the cores were meanwhile."""
+        """By the clock, and how fast the cores were meanwhile; nothing is run that needs more than a device has.
+
+        On CPUs it would run nevertheless, for minutes: devices take from each other's memory.
+        """
+        if not all(p.arguments for p in programs):
+            return {"does_not_fit": True}
         timings, pace = self._steadily(lambda: [time_in_a_row(p, jax.block_until_ready) for p in programs])
         return {
             "pace": pace,
@@ -177,12 +182,11 @@ class Measurer(Prober):
     def expected_s(self, entry: Entry) -> float:
         """A compile, and as few runs as may be of what is described, of a stage that has the machine to itself.
 
-        What holds more than there is ends where it is compiled, or with its first allocation.
+        What holds more than there is ends where it is compiled.
         """
-        layer, fused = self.describer.graph.layers[entry.layer], entry.num_stages == 1
-        told = self.describer.cost(layer, entry.strategy, samples=entry.key.samples, fused=fused)
-        if told.kept_bytes + told.transient_bytes > self.describer.cluster.capacity_bytes:
+        if too_large(entry, self.describer):
             return self.compiles.next_s
+        told = described(entry, self.describer)
         truth = statistics.median(self.truths) if self.truths else UNSURE
         alone_s = truth * (told.time_s + told.sync_s) / self.rates.slowdown(entry.num_stages)
         return self.compiles.next_s + in_a_row_s(alone_s)

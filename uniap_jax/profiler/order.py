@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from uniap_jax.core.described import Describer, cut_batch, divisors
 from uniap_jax.core.errors import ProfileError, StrategyError
 from uniap_jax.core.graph import Layer, LayerGraph
-from uniap_jax.core.profile import Key
+from uniap_jax.core.profile import Key, LayerCost
 from uniap_jax.core.searched import same_as, searched_strategies
 from uniap_jax.core.sharding import layer_sharding
 from uniap_jax.core.strategy import Strategy
@@ -90,9 +90,10 @@ def _legal(graph: LayerGraph, layer: Layer, strategy: Strategy) -> bool:
 def by_value(found: Sequence[Entry], describer: Describer, first: Collection[Key] = ()) -> list[Entry]:
     """Entries in the order they are worth measuring.
 
-    Those asked for before all others. Then the plain strategies (all data, all fsdp, all tensor) of the layers that
-    take most of the time, for few and for many stages, at the micro-batch such a pipeline would use; then
-    recompute; then other batch sizes; then mixtures. Entries of one rank come layer by layer, the dearest first.
+    Those asked for before all others; those that need more memory than there is last. Between them the plain
+    strategies (all data, all fsdp, all tensor) of the layers that take most of the time, for few and for many stages,
+    at the micro-batch such a pipeline would use; then recompute; then other batch sizes; then mixtures. Entries of one
+    rank come layer by layer, the dearest first.
     """
     weight = _weights(describer)
     total = sum(weight.values())
@@ -100,10 +101,23 @@ def by_value(found: Sequence[Entry], describer: Describer, first: Collection[Key
     for e in found:
         pieces.setdefault((e.layer, e.strategy), []).append(e.num_microbatches)
 
-    def order(e: Entry) -> tuple[bool, tuple[int, int, int, float]]:
-        return e.key not in first, _rank(e, pieces[e.layer, e.strategy], weight[e.layer] / total)
+    def order(e: Entry) -> tuple[bool, bool, tuple[int, int, int, float]]:
+        rank = _rank(e, pieces[e.layer, e.strategy], weight[e.layer] / total)
+        return e.key not in first, too_large(e, describer), rank
 
     return sorted(found, key=order)
+
+
+def described(entry: Entry, describer: Describer) -> LayerCost:
+    """What an entry costs by its description."""
+    layer, fused = describer.graph.layers[entry.layer], entry.num_stages == 1
+    return describer.cost(layer, entry.strategy, samples=entry.key.samples, fused=fused)
+
+
+def too_large(entry: Entry, describer: Describer) -> bool:
+    """Whether a layer needs more memory than a device has, as described."""
+    told = described(entry, describer)
+    return told.kept_bytes + told.transient_bytes > describer.cluster.memory_bytes
 
 
 def _weights(describer: Describer) -> dict[int, float]:

@@ -14,7 +14,7 @@ from uniap_jax.core.errors import OUT_OF_MEMORY, ProfileError, TraceError
 from uniap_jax.core.profile import LayerCost
 from uniap_jax.core.sharding import make_mesh
 from uniap_jax.profiler.cache import Cache
-from uniap_jax.profiler.order import Entry
+from uniap_jax.profiler.order import Entry, described
 from uniap_jax.profiler.piece import compile_split, piece_of
 from uniap_jax.profiler.programs import Arrays, Case, Direction, compile_fused
 from uniap_jax.profiler.timing import Durations
@@ -127,8 +127,7 @@ class Prober(ABC):
         return self.times(programs)
 
     def _cost(self, entry: Entry, numbers: dict[str, Any]) -> LayerCost:
-        layer, fused = self.describer.graph.layers[entry.layer], entry.num_stages == 1
-        told = self.describer.cost(layer, entry.strategy, samples=entry.key.samples, fused=fused)
+        told = described(entry, self.describer)
         if numbers.get("does_not_fit"):
             return replace(told, origin="does_not_fit")  # as described, and not allowed
         return self.cost(entry, numbers, told)

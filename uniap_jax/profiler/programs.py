@@ -5,8 +5,9 @@ With one stage both directions are one program, as in the planned step; what a p
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -33,13 +34,18 @@ class Direction:
 
     Attributes:
         compiled: the executable.
-        arguments: placed arrays; empty where the devices are not here.
+        arguments: placed arrays; empty where the devices are not here or have not the memory.
         memory: bytes per device: arguments, outputs, temporaries, aliased; empty where the backend does not say.
     """
 
     compiled: Any
     arguments: tuple[Any, ...]
     memory: dict[str, float]
+
+    @property
+    def needed_bytes(self) -> float:
+        """Of one device, while it runs; 0 where the backend does not say."""
+        return sum(self.memory.values()) - 2 * self.memory.get("aliased", 0.0)
 
     def __call__(self) -> Any:
         """Hands one run over; its results need not be ready."""
@@ -214,8 +220,10 @@ def compile_on(
         jitted = jax.jit(function, in_shardings=shardings, out_shardings=outs, donate_argnums=donate)
         lowered = jitted.lower(*[list(g) for g in shapes])
         compiled = lowered.compile(UNOPTIMISED) if unread else lowered.compile()
-    placed = () if arrays is None else _placed(arrays, shapes, shardings)
-    return Direction(compiled=compiled, arguments=placed, memory=memory_of(compiled))
+    program = Direction(compiled=compiled, arguments=(), memory=memory_of(compiled))
+    if arrays is None or program.needed_bytes > arrays.device_bytes:
+        return program
+    return replace(program, arguments=_placed(arrays, shapes, shardings))
 
 
 def _placed(arrays: Arrays, shapes: Sequence[Any], shardings: Sequence[Any]) -> tuple[list[Any], ...]:
@@ -242,9 +250,13 @@ class Arrays:
     """Host arrays by shape, made once, placed where a program wants them.
 
     Values are small positive numbers: time does not depend on them, but denormals and NaNs are slow.
+
+    Args:
+        device_bytes: what a device has; a program that needs more gets no arguments.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device_bytes: float = math.inf) -> None:
+        self.device_bytes = device_bytes
         self._made: dict[tuple[tuple[int, ...], str], Any] = {}
 
     def place(self, shape: Any, sharding: Any) -> Any:

@@ -92,6 +92,7 @@ class Describer:
         self.untried_splits, self._small, self.notes = _splits(self.graph)
         self._pieces = self._small.num_microbatches if self._small else 1
         self._work: dict[tuple[object, ...], tuple[Work, Work | None]] = {}
+        self._costs: dict[tuple[object, ...], LayerCost] = {}
         self._passes: dict[tuple[object, ...], Passes] = {}
         self._weights: dict[tuple[str, Strategy], ParamBytes] = {}
         self._chosen: dict[tuple[str, Strategy], Splits] = {}
@@ -119,6 +120,12 @@ class Describer:
         Raises:
             StrategyError: the strategy is illegal for this layer.
         """
+        key = (_kind(layer), strategy, samples, fused)
+        if key not in self._costs:
+            self._costs[key] = self._cost(layer, strategy, samples, fused)
+        return self._costs[key]
+
+    def _cost(self, layer: Layer, strategy: Strategy, samples: int, fused: bool) -> LayerCost:
         weights, held = self.weights(layer, strategy), self._as_held(strategy, fused)
         local = _local(samples, strategy)
         passes = self._both(layer, strategy, local)

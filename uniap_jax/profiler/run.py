@@ -101,6 +101,8 @@ def run_entries(
         while todo:
             collect(workers - 1)
             left = deadline_s - time.monotonic()
+            if left <= 0:
+                break
             ready = (first_within(share * left) for share in SHARES)
             next_one = next((e for e in ready if e is not None), None)
             if next_one is None:

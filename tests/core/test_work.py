@@ -3,29 +3,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from uniap_jax.core.graph import Layer
-from uniap_jax.core.jaxprs import signature, total_flops
 from uniap_jax.core.work import measure_work
+from work_support import layer
 
 B, D, H = 8, 16, 64
 F32 = 4
-
-
-def layer(function, params, reads):
-    shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in (*params, *reads)]
-    jaxpr = jax.make_jaxpr(function)(*shapes)
-    return Layer(
-        index=0,
-        name="layer",
-        source="",
-        jaxpr=jaxpr,
-        params=tuple(range(len(params))),
-        operands=(),
-        reads=tuple(range(len(reads))),
-        writes=(0,),
-        signature=signature(jaxpr),
-        flops=total_flops(jaxpr),
-    )
 
 
 def mlp():

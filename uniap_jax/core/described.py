@@ -21,7 +21,7 @@ from uniap_jax.core.profile import LayerCost, Links, overlapped
 from uniap_jax.core.sharding import Splits, layer_splits
 from uniap_jax.core.strategy import Strategy
 from uniap_jax.core.weights import ParamBytes, param_bytes
-from uniap_jax.core.work import Pass, Work, measure_work
+from uniap_jax.core.work import Pass, Traced, Work
 
 FloatArray = NDArray[np.float64]
 
@@ -91,6 +91,7 @@ class Describer:
         self.links = links or Links(cluster)
         self.untried_splits, self._small, self.notes = _splits(self.graph)
         self._pieces = self._small.num_microbatches if self._small else 1
+        self._programs: dict[tuple[object, ...], Traced] = {}
         self._work: dict[tuple[object, ...], tuple[Work, Work | None]] = {}
         self._costs: dict[tuple[object, ...], LayerCost] = {}
         self._passes: dict[tuple[object, ...], Passes] = {}
@@ -128,13 +129,13 @@ class Describer:
     def _cost(self, layer: Layer, strategy: Strategy, samples: int, fused: bool) -> LayerCost:
         weights, held = self.weights(layer, strategy), self._as_held(strategy, fused)
         local = _local(samples, strategy)
-        passes = self._both(layer, strategy, local)
+        passes = self._both(layer, strategy, local, fused)
         gather, slowdown = self._gather_s(strategy, weights), self.cluster.overlap_slowdown
         again = gather if held.keep != "all" or not fused else 0.0
         there, back = self._exchange_s(strategy, weights)
         ahead, behind = passes.forward_s + there, passes.backward_s + back
         backward_s = overlapped(behind, again, slowdown)
-        transient = self._both(layer, held, local).transient_bytes
+        transient = self._both(layer, held, local, fused).transient_bytes
         return LayerCost(
             forward_s=overlapped(ahead, gather, slowdown),
             backward_s=backward_s,
@@ -171,26 +172,35 @@ class Describer:
         which = (chosen.params, chosen.views, chosen.pads, splits.sequence, splits.expert, splits.along_tensor)
         key = (_kind(layer), strategy.keep, strategy.tensor > 1, which)
         if key not in self._work:
-            full = measure_work(layer, keep=strategy.keep, tensor=strategy.tensor, splits=splits)
+            full = self._traced(layer, strategy, splits).work(splits)
             small = None
             if self._small is not None:
                 other = self._small.layers[layer.index]
                 again = layer_splits(self._small, other, strategy)
-                small = measure_work(other, keep=strategy.keep, tensor=strategy.tensor, splits=again)
+                small = self._traced(other, strategy, again).work(again)
             self._work[key] = full, small
         return self._work[key]
 
-    def _both(self, layer: Layer, strategy: Strategy, local: float) -> Passes:
+    def _traced(self, layer: Layer, strategy: Strategy, splits: Splits) -> Traced:
+        choice = splits.tensor
+        shapes = tuple(a.shape for a in layer.jaxpr.in_avals)
+        key = (_kind(layer), shapes, strategy.keep, strategy.tensor > 1, choice.params, choice.views, choice.pads)
+        if key not in self._programs:
+            tpu = self.cluster.platform == "tpu"
+            self._programs[key] = Traced(layer, choice, keep=strategy.keep, tensor=strategy.tensor, tpu=tpu)
+        return self._programs[key]
+
+    def _both(self, layer: Layer, strategy: Strategy, local: float, fused: bool) -> Passes:
         """Both passes with parameters at hand: the same for strategies that differ in how these are stored."""
         full, small = self._counts(layer, strategy)
-        key = (id(full), strategy.tensor, strategy.sequence, strategy.context, strategy.expert, local)
+        key = (id(full), strategy.tensor, strategy.sequence, strategy.context, strategy.expert, local, fused)
         if key not in self._passes:
             forward = self._pass(full.forward, small.forward if small else None, local)
             backward = self._pass(full.backward, small.backward if small else None, local)
             ways = strategy.tensor
             self._passes[key] = Passes(
-                forward_s=self._seconds(forward, strategy),
-                backward_s=self._seconds(backward, strategy),
+                forward_s=self._seconds(forward, strategy, fused),
+                backward_s=self._seconds(backward, strategy, fused),
                 transient_bytes=max(forward.transient_bytes(ways), backward.transient_bytes(ways)),
             )
         return self._passes[key]
@@ -213,6 +223,7 @@ class Describer:
         return Pass(
             flops=mixed("flops"),
             nbytes=mixed("nbytes"),
+            fused_nbytes=mixed("fused_nbytes"),
             split=full.split,
             dtypes=full.dtypes,
             live=mixed("live"),
@@ -233,7 +244,7 @@ class Describer:
             self._pass(getattr(full, way), getattr(small, way) if small else None, local)
             for way in ("forward", "backward")
         ]
-        timed = [self._compute(p, strategy) for p in passes]
+        timed = [self._compute(p, strategy, fused) for p in passes]
         total = [sum(t) for t in timed]
         gathers = 2 if held.keep != "all" or not fused else 1
         exchange_s = sum(self._exchange_s(strategy, weights))
@@ -246,18 +257,19 @@ class Describer:
             forward_share=total[0] / sum(total) if sum(total) > 0 else 1 / 3,
         )
 
-    def _compute(self, work: Pass, strategy: Strategy) -> tuple[float, float, float]:
+    def _compute(self, work: Pass, strategy: Strategy, fused: bool) -> tuple[float, float, float]:
         """Seconds of flops, of bytes and of overheads, each as if the others were free."""
-        if not len(work.dtypes):
-            return 0.0, 0.0, 0.0
-        cluster, ways = self.cluster, np.where(work.split, strategy.tensor, 1)
+        flops, memory, kernels_s = self._kernels(work, strategy, fused)
+        return float(flops.sum()), float(memory.sum()), kernels_s
+
+    def _kernels(self, work: Pass, strategy: Strategy, fused: bool) -> tuple[FloatArray, FloatArray, float]:
+        """Of each kernel seconds of flops and of bytes; overheads of all."""
+        cluster, nbytes = self.cluster, work.fused_nbytes if fused else work.nbytes
+        ways = np.where(work.split, strategy.tensor, 1)
         rates = np.array([cluster.flops_per_s(d or "float32") for d in work.dtypes]) * cluster.matmul_efficiency
-        bandwidth = cluster.streamed_bytes_per_s
-        return (
-            float((work.flops / rates / ways).sum()),
-            float((work.nbytes / bandwidth / ways).sum()),
-            len(work.dtypes) * cluster.op_overhead_s,
-        )
+        count = int(np.count_nonzero((work.flops > 0) | (nbytes > 0)))
+        flops_s, memory_s = work.flops / rates / ways, nbytes / cluster.streamed_bytes_per_s / ways
+        return flops_s, memory_s, count * cluster.op_overhead_s
 
     def _reduce_s(self, work: Pass, strategy: Strategy) -> float:
         """Partial sums of tensor ways, keys and values that context ways gather, tokens sent to experts and back."""
@@ -271,12 +283,9 @@ class Describer:
         stride = strategy.context * tensor
         return total + sum(links.time_s("all_to_all", b, strategy.expert, stride) for b in work.exchanged)
 
-    def _seconds(self, work: Pass, strategy: Strategy) -> float:
-        cluster, ways = self.cluster, np.where(work.split, strategy.tensor, 1)
-        rates = np.array([cluster.flops_per_s(d or "float32") for d in work.dtypes]) * cluster.matmul_efficiency
-        bandwidth = cluster.streamed_bytes_per_s
-        compute = np.maximum(work.flops / rates, work.nbytes / bandwidth) / ways if len(work.dtypes) else np.zeros(0)
-        return float(compute.sum() + len(compute) * cluster.op_overhead_s + self._reduce_s(work, strategy))
+    def _seconds(self, work: Pass, strategy: Strategy, fused: bool) -> float:
+        flops_s, memory_s, kernels_s = self._kernels(work, strategy, fused)
+        return float(np.maximum(flops_s, memory_s).sum() + kernels_s + self._reduce_s(work, strategy))
 
     def _exchange_s(self, strategy: Strategy, weights: ParamBytes) -> tuple[float, float]:
         """Parameters brought to where the tensor ways use them, and gradients brought back."""

@@ -2,7 +2,7 @@
 
 The forward is traced with its vjp, so what is kept for the backward is what JAX keeps, under each policy. A kernel is
 an equation that runs on its own (matrix products, gathers, reductions, loops) or an element-wise value that must
-exist in memory; chains of element-wise equations between them are fused and cost what they write.
+exist in memory; what it moves is in `traffic`.
 Nothing is compiled and nothing runs.
 """
 
@@ -25,10 +25,11 @@ from uniap_jax.core.dim_walk import inner_jaxpr
 from uniap_jax.core.graph import Layer
 from uniap_jax.core.jax_compat import Literal
 from uniap_jax.core.jaxprs import eqn_flops, open_jaxpr
-from uniap_jax.core.kernels import CHEAP, FUSED, HEAVY, LOOPS, RANDOM, RANDOM_COPIES, READERS
+from uniap_jax.core.kernels import CHEAP, HEAVY, LOOPS, PRODUCTS, RANDOM, RANDOM_COPIES, READERS
 from uniap_jax.core.padding import padded_layer
 from uniap_jax.core.rewrite import Ways, merged
 from uniap_jax.core.sharding import Splits
+from uniap_jax.core.traffic import Event, Value, held_when_fused, kernel_bytes
 from uniap_jax.core.vjp import is_float, layer_avals, traced_vjp
 
 FloatArray = NDArray[np.float64]
@@ -41,7 +42,8 @@ class Pass:
 
     Attributes:
         flops: [kernels] floating-point operations.
-        nbytes: [kernels] bytes read and written.
+        nbytes: [kernels] bytes read and written in a program of this direction alone; 0 where there is no such kernel.
+        fused_nbytes: [kernels] likewise where both directions are one program, which hands nothing over between them.
         split: [kernels] whether tensor ways divide it.
         dtypes: [kernels] of matrix products, "" elsewhere.
         live: [equations] bytes alive that no strategy splits by tensor, arguments and kept values apart.
@@ -53,6 +55,7 @@ class Pass:
 
     flops: FloatArray
     nbytes: FloatArray
+    fused_nbytes: FloatArray
     split: BoolArray
     dtypes: tuple[str, ...]
     live: FloatArray
@@ -88,74 +91,88 @@ class Work:
     fused_split: float
 
 
-def measure_work(layer: Layer, *, keep: str, tensor: int = 1, splits: Splits | None = None) -> Work:
-    """Traces a layer's forward and backward and counts what they do.
+def measure_work(layer: Layer, *, keep: str, tensor: int = 1, splits: Splits | None = None, tpu: bool = False) -> Work:
+    """Traces a layer's forward and backward and counts what they do; see `Traced`."""
+    choice = splits.tensor if splits is not None else dims.tensor_split(layer, tensor)
+    return Traced(layer, choice, keep=keep, tensor=tensor, tpu=tpu).work(splits)
+
+
+class Traced:
+    """A layer's forward and backward, and the kernels of their programs.
 
     Args:
         layer: at the batch size it was traced with.
+        choice: dimensions that the tensor ways split.
         keep: what the forward keeps.
         tensor: ways; says that dimensions are split, not yet by how much.
-        splits: which dimensions; those of tensor parallelism alone where None.
+        tpu: as of `traffic.kernel_bytes`.
     """
-    choice = splits.tensor if splits is not None else dims.tensor_split(layer, tensor)
-    if tensor > 1:
-        mesh = AbstractMesh((tensor,), ("x0",), axis_types=(AxisType.Auto,))
-        layer = padded_layer(layer, choice.pads)
-        layer = replace(layer, jaxpr=merged(layer, choice, Ways(mesh=mesh, axes=("x0",), degree=tensor)))
-    forward, backward, where = traced_vjp(layer, keep)
-    meter = _Meter()
-    params, operands, _ = layer_avals(layer)
-    kinds = [PARAM] * len(params) + [CONST] * len(operands)
-    kinds += [LIVE] * (len(forward.jaxpr.invars) - len(kinds))
-    ins = [meter.argument(v.aval, kind) for v, kind in zip(forward.jaxpr.invars, kinds, strict=True)]
-    first = meter.run(forward, ins)
-    number = len(layer.jaxpr.out_avals)
-    kept = first.outs[number:]
-    again = [ins[w] if w is not None else r for w, r in zip(where, kept, strict=True)]
-    cotangents = [meter.argument(v.aval, LIVE) for v in backward.jaxpr.invars[len(again) :]]
-    second = meter.run(backward, [*again, *cotangents])
-    cuts = _cuts(meter, choice, splits, ins, first.outs[:number])
-    split = cuts.split
-    own = {r.index: r for r, w in zip(kept, where, strict=True) if w is None}
-    own |= {ins[w].index: ins[w] for w in where if w is not None and w >= len(params) + len(operands)}
-    shares = [(r, meter.is_split(r, split)) for r in own.values() if not r.cheap]
-    fused = [(r, meter.is_split(r, split)) for r in _held_when_fused(first, [r for r, _ in shares])]
-    grads = {r.index for r in second.outs[: sum(map(is_float, params))]}
-    return Work(
-        forward=meter.summary(first, cuts, apart={r.index for r in (*ins, *own.values())}),
-        backward=meter.summary(second, cuts, apart=grads | {r.index for r in (*again, *cotangents)}),
-        kept=sum(r.nbytes for r, s in shares if not s),
-        kept_split=sum(r.nbytes for r, s in shares if s),
-        fused=sum(r.nbytes for r, s in fused if not s),
-        fused_split=sum(r.nbytes for r, s in fused if s),
-    )
+
+    def __init__(self, layer: Layer, choice: dims.TensorSplit, *, keep: str, tensor: int, tpu: bool) -> None:
+        if tensor > 1:
+            mesh = AbstractMesh((tensor,), ("x0",), axis_types=(AxisType.Auto,))
+            layer = padded_layer(layer, choice.pads)
+            layer = replace(layer, jaxpr=merged(layer, choice, Ways(mesh=mesh, axes=("x0",), degree=tensor)))
+        forward, backward, where = traced_vjp(layer, keep)
+        meter = _Meter()
+        params, operands, _ = layer_avals(layer)
+        kinds = [PARAM] * len(params) + [CONST] * len(operands)
+        kinds += [LIVE] * (len(forward.jaxpr.invars) - len(kinds))
+        ins = [meter.argument(v.aval, kind) for v, kind in zip(forward.jaxpr.invars, kinds, strict=True)]
+        first = meter.run(forward, ins)
+        number = len(layer.jaxpr.out_avals)
+        kept = first.outs[number:]
+        again = [ins[w] if w is not None else r for w, r in zip(where, kept, strict=True)]
+        cotangents = [meter.argument(v.aval, LIVE) for v in backward.jaxpr.invars[len(again) :]]
+        second = meter.run(backward, [*again, *cotangents])
+        own = {r.index: r for r, w in zip(kept, where, strict=True) if w is None}
+        own |= {ins[w].index: ins[w] for w in where if w is not None and w >= len(params) + len(operands)}
+        grads = {r.index for r in second.outs[: sum(map(is_float, params))]}
+        self._meter, self._choice, self._ins, self._outs = meter, choice, ins, first.outs[:number]
+        self._own = list(own.values())
+        self._runs = first, second
+        self._apart = {r.index for r in (*ins, *own.values())}, grads | {r.index for r in (*again, *cotangents)}
+        self._moved = _moved(first, second, self._outs, tpu=tpu)
+
+    def work(self, splits: Splits | None = None) -> Work:
+        """What they do.
+
+        Args:
+            splits: which dimensions are split; those of tensor parallelism alone where None.
+        """
+        meter, first = self._meter, self._runs[0]
+        cuts = _cuts(meter, self._choice, splits, self._ins, self._outs)
+        shares = [(r, meter.is_split(r, cuts.split)) for r in self._own if not r.cheap]
+        held = held_when_fused(first.events, [r for r, _ in shares])
+        fused = [(r, meter.is_split(r, cuts.split)) for r in held]
+        passes = zip(self._runs, self._apart, self._moved, strict=True)
+        forward, backward = (meter.summary(run, cuts, apart=apart, moved=moved) for run, apart, moved in passes)
+        return Work(
+            forward=forward,
+            backward=backward,
+            kept=sum(r.nbytes for r, s in shares if not s),
+            kept_split=sum(r.nbytes for r, s in shares if s),
+            fused=sum(r.nbytes for r, s in fused if not s),
+            fused_split=sum(r.nbytes for r, s in fused if s),
+        )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Value:
-    index: int
-    nbytes: float
-    dims: tuple[Node | None, ...] | None
-    kind: int
-    cheap: bool
+Moved = list[tuple[float, float]]
+"""Bytes of each equation's kernel: in a program of its direction, and in one of both."""
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class _Event:
-    """One equation as it was met."""
-
-    name: str
-    flops: float
-    dtype: str
-    ins: list[_Value]
-    outs: list[_Value]
-    summed: list[Node]
+def _moved(first: _Run, second: _Run, outs: list[Value], *, tpu: bool) -> tuple[Moved, Moved]:
+    ends = {v.index for v in (*outs, *second.outs)}
+    fused = kernel_bytes([*first.events, *second.events], ends, tpu=tpu)
+    split = [kernel_bytes(r.events, {v.index for v in r.outs}, tpu=tpu) for r in (first, second)]
+    count = len(first.events)
+    return list(zip(split[0], fused[:count], strict=True)), list(zip(split[1], fused[count:], strict=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Run:
-    events: list[_Event]
-    outs: list[_Value]
+    events: list[Event]
+    outs: list[Value]
 
 
 class _Meter:
@@ -164,36 +181,36 @@ class _Meter:
     def __init__(self) -> None:
         self.classes = ClassBuilder()
         self._count = 0
-        self._events: list[_Event] = []
+        self._events: list[Event] = []
 
-    def argument(self, aval: Any, kind: int) -> _Value:
+    def argument(self, aval: Any, kind: int) -> Value:
         """A value that exists before the program runs."""
         found = None if kind == CONST else self.classes.fresh(tuple(aval.shape))
         return self._value(aval, found, kind, kind != LIVE)
 
-    def run(self, closed: Any, ins: list[_Value]) -> _Run:
+    def run(self, closed: Any, ins: list[Value]) -> _Run:
         """Walks a program on these inputs."""
         self._events = []
         outs = self._body(closed, ins)
         return _Run(events=self._events, outs=outs)
 
-    def is_split(self, value: _Value, roots: set[Node]) -> bool:
+    def is_split(self, value: Value, roots: set[Node]) -> bool:
         """Whether a dimension of the value is in one of the classes."""
         return any(n is not None and self.classes.root(n) in roots for n in value.dims or ())
 
-    def _value(self, aval: Any, found: tuple[Node | None, ...] | None, kind: int, cheap: bool) -> _Value:
+    def _value(self, aval: Any, found: tuple[Node | None, ...] | None, kind: int, cheap: bool) -> Value:
         self._count += 1
-        size = math.prod(getattr(aval, "shape", ()))
+        size = math.prod(getattr(aval, "shape", ())) if aval is not None else 0
         itemsize = getattr(getattr(aval, "dtype", None), "itemsize", 4)
-        return _Value(index=self._count, nbytes=float(size * itemsize), dims=found, kind=kind, cheap=cheap)
+        return Value(index=self._count, nbytes=float(size * itemsize), dims=found, kind=kind, cheap=cheap)
 
-    def _body(self, jaxpr: Any, ins: list[_Value]) -> list[_Value]:
+    def _body(self, jaxpr: Any, ins: list[Value]) -> list[Value]:
         opened = open_jaxpr(jaxpr)
-        env: dict[Any, _Value] = {v: self._value(v.aval, None, CONST, True) for v in opened.constvars}
+        env: dict[Any, Value] = {v: self._value(v.aval, None, CONST, True) for v in opened.constvars}
         env.update(zip(opened.invars, ins, strict=True))
 
-        def read(atom: Any) -> _Value:
-            return self._value(atom.aval, None, CONST, True) if isinstance(atom, Literal) else env[atom]
+        def read(atom: Any) -> Value:
+            return self._value(None, None, CONST, True) if isinstance(atom, Literal) else env[atom]
 
         for eqn in opened.eqns:
             given = [read(v) for v in eqn.invars]
@@ -202,7 +219,7 @@ class _Meter:
             env.update(zip(eqn.outvars, outs, strict=True))
         return [read(v) for v in opened.outvars]
 
-    def _equation(self, eqn: Any, given: list[_Value]) -> list[_Value]:
+    def _equation(self, eqn: Any, given: list[Value]) -> list[Value]:
         name = eqn.primitive.name
         kind = max((g.kind for g in given), default=CONST)
         found = tuple(
@@ -220,27 +237,34 @@ class _Meter:
             summed = _summed(eqn, found)
         cheap = name in CHEAP and all(g.cheap for g in given)
         outs = [self._value(v.aval, s, kind, cheap) for v, s in zip(eqn.outvars, shapes, strict=True)]
-        dtype = str(eqn.invars[0].aval.dtype) if name in ("dot_general", "conv_general_dilated") else ""
-        self._events.append(_Event(name=name, flops=eqn_flops(eqn), dtype=dtype, ins=given, outs=outs, summed=summed))
+        dtype = str(eqn.invars[0].aval.dtype) if name in PRODUCTS else ""
+        self._events.append(
+            Event(
+                name=name,
+                flops=eqn_flops(eqn),
+                dtype=dtype,
+                ins=given,
+                outs=outs,
+                summed=summed,
+                one_each=_one_each(eqn),
+            )
+        )
         return outs
 
-    def summary(self, run: _Run, cuts: _Cuts, *, apart: set[int]) -> Pass:
+    def summary(self, run: _Run, cuts: _Cuts, *, apart: set[int], moved: Moved) -> Pass:
         """Kernels, live bytes and partial sums of a program; values in `apart` are counted elsewhere."""
         split = cuts.split
         results = {r.index for r in run.outs}
         read = {v.index for e in run.events if e.name in READERS for v in e.ins} | results
-        kernels: list[tuple[float, float, bool, str]] = []
+        kernels: list[tuple[float, tuple[float, float], bool, str]] = []
         reduced: list[float] = []
         last = {v.index: i for i, e in enumerate(run.events) for v in e.ins}
         stays: list[tuple[int, int, float, bool]] = []
-        for i, e in enumerate(run.events):
-            cut = any(self.is_split(v, split) for v in (*e.ins, *e.outs))
+        for i, (e, nbytes) in enumerate(zip(run.events, moved, strict=True)):
             made = [v for v in e.outs if v.index in read or e.name in HEAVY]
-            if e.name in HEAVY:
-                moved = sum(v.nbytes for v in (*e.ins, *e.outs)) * (2 * RANDOM_COPIES if e.name in RANDOM else 1.0)
-                kernels.append((e.flops, moved * _turns(e), cut, e.dtype))
-            elif made and e.outs[0].kind != CONST:
-                kernels.append((e.flops, 2.0 * sum(v.nbytes for v in made), cut, ""))
+            if e.name in HEAVY or any(nbytes):
+                cut = any(self.is_split(v, split) for v in (*e.ins, *e.outs))
+                kernels.append((e.flops, nbytes, cut, e.dtype))
             if any(self.classes.root(n) in cuts.tensor for n in e.summed) and not self.is_split(e.outs[0], cuts.tensor):
                 reduced.append(e.outs[0].nbytes)
             end = len(run.events)
@@ -252,7 +276,8 @@ class _Meter:
                     stays.append((i, stop, v.nbytes, self.is_split(v, split)))
         return Pass(
             flops=np.array([k[0] for k in kernels]),
-            nbytes=np.array([k[1] for k in kernels]),
+            nbytes=np.array([k[1][0] for k in kernels]),
+            fused_nbytes=np.array([k[1][1] for k in kernels]),
             split=np.array([k[2] for k in kernels], dtype=np.bool_),
             dtypes=tuple(k[3] for k in kernels),
             live=_alive([s[:3] for s in stays if not s[3]], len(run.events)),
@@ -262,7 +287,7 @@ class _Meter:
             exchanged=self._exchanged(run, cuts.expert),
         )
 
-    def _met(self, event: _Event, sequence: set[Node]) -> list[float]:
+    def _met(self, event: Event, sequence: set[Node]) -> list[float]:
         """Bytes of the operand whose positions all of the other's meet: keys, and then values."""
         if event.name != "dot_general" or any(v.kind != LIVE for v in event.ins):
             return []
@@ -273,7 +298,7 @@ class _Meter:
             return [min(v.nbytes for v in event.ins)] if self._count_of(event.outs[0], sequence) > 1 else []
         return [v.nbytes for v, count in zip(event.ins, counts, strict=True) if count == 1][:1]
 
-    def _count_of(self, value: _Value, roots: set[Node]) -> int:
+    def _count_of(self, value: Value, roots: set[Node]) -> int:
         return sum(n is not None and self.classes.root(n) in roots for n in value.dims or ())
 
     def _exchanged(self, run: _Run, expert: set[Node]) -> tuple[float, ...]:
@@ -291,46 +316,6 @@ class _Meter:
         return entering, products[-1].outs[0].nbytes
 
 
-def _held_when_fused(run: _Run, residuals: Sequence[_Value]) -> list[_Value]:
-    """What stays alive between the directions of one program.
-
-    XLA makes cheap element-wise values again inside the kernels that read them, from values that exist anyway:
-    results of kernels and of expensive functions, and what a kernel of the forward reads. A value is made again where
-    that takes no more bytes than keeping it.
-    """
-    made = {v.index: e for e in run.events for v in e.outs}
-    exist = {v.index for e in run.events if e.name in READERS for v in e.ins}
-
-    def stays(v: _Value) -> bool:
-        event = made.get(v.index)
-        return event is None or v.index in exist or event.name in HEAVY or event.name not in FUSED
-
-    def sources(v: _Value) -> dict[int, _Value]:
-        found: dict[int, _Value] = {}
-        pending, seen = [v], set()
-        while pending:
-            x = pending.pop()
-            if x.index in seen or x.cheap:
-                continue
-            seen.add(x.index)
-            if stays(x):
-                found[x.index] = x
-            else:
-                pending.extend(made[x.index].ins)
-        return found
-
-    held = {r.index: r for r in residuals if stays(r)}
-    for r in sorted((r for r in residuals if not stays(r)), key=lambda r: r.nbytes):
-        more = {i: v for i, v in sources(r).items() if i not in held}
-        held |= more if sum(v.nbytes for v in more.values()) <= r.nbytes else {r.index: r}
-    return list(held.values())
-
-
-def _turns(event: _Event) -> float:
-    """A loop reads its operands about once a turn; its flops say how long it is better than its shapes do."""
-    return 1.0 if event.name not in LOOPS else 2.0
-
-
 def _alive(stays: list[tuple[int, int, float]], length: int) -> FloatArray:
     change = np.zeros(length + 2)
     for start, stop, nbytes in stays:
@@ -339,12 +324,21 @@ def _alive(stays: list[tuple[int, int, float]], length: int) -> FloatArray:
     return np.cumsum(change)[: length + 1]
 
 
-def _like(var: Any, given: list[_Value], eqn: Any, found: Any, classes: ClassBuilder) -> tuple[Node | None, ...]:
+def _like(var: Any, given: list[Value], eqn: Any, found: Any, classes: ClassBuilder) -> tuple[Node | None, ...]:
     """Dimensions of a loop's result: those of the first operand of its shape, else its own."""
     for v, dims_ in zip(eqn.invars, found, strict=True):
         if shape_of(v) == shape_of(var) and shape_of(v):
             return tuple(dims_)
     return classes.fresh(shape_of(var))
+
+
+def _one_each(eqn: Any) -> bool:
+    """Whether a scatter adds one number to each row."""
+    if eqn.primitive.name not in ("scatter-add", "scatter_add"):
+        return False
+    where = eqn.params["dimension_numbers"]
+    rows = len(shape_of(eqn.invars[0])) - 1
+    return not where.update_window_dims and len(where.operand_batching_dims) == rows
 
 
 def _summed(eqn: Any, found: tuple[tuple[Node | None, ...], ...]) -> list[Node]:
@@ -378,11 +372,11 @@ class _Cuts:
 
 
 def _cuts(
-    meter: _Meter, choice: dims.TensorSplit, splits: Splits | None, ins: Sequence[_Value], outs: Sequence[_Value]
+    meter: _Meter, choice: dims.TensorSplit, splits: Splits | None, ins: Sequence[Value], outs: Sequence[Value]
 ) -> _Cuts:
     """Found through the parameters and the edges that are cut."""
 
-    def roots(values: Sequence[_Value], where: Sequence[int | None]) -> set[Node]:
+    def roots(values: Sequence[Value], where: Sequence[int | None]) -> set[Node]:
         nodes = [(v.dims or ())[d] for v, d in zip(values, where, strict=False) if d is not None and v.dims]
         return {meter.classes.root(n) for n in nodes if n is not None}
 

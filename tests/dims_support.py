@@ -51,6 +51,14 @@ def make_layer(
     )
 
 
+def shaped_layer(
+    f: Callable[..., Any], params: Sequence[tuple[int, ...]], reads: Sequence[tuple[int, ...]], dtype: Any = np.float32
+) -> Layer:
+    """A layer of parameters and reads of these shapes."""
+    given = ([jax.ShapeDtypeStruct(s, dtype) for s in shapes] for shapes in (params, (), reads))
+    return make_layer(f, *given)
+
+
 def mesh_4x2() -> Mesh:
     """Four ways of data, two of tensor."""
     return Mesh(np.asarray(jax.devices()[:8]).reshape(4, 2), ("data", "tensor"))

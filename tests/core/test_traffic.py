@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import pytest
 
 import uniap_jax as uniap
+from dims_support import shaped_layer as layer
 from uniap_jax.core.described import Describer
 from uniap_jax.core.strategy import Strategy
 from uniap_jax.core.work import Traced, measure_work
-from work_support import layer
 
 ROWS, WIDTH, WORDS = 1024, 32, 4096
 LOGITS = 2 * ROWS * WORDS

@@ -13,12 +13,11 @@ HEAVY = LOOPS | {
 RANDOM = frozenset({"random_bits", "threefry2x32", "rng_bit_generator"})
 RANDOM_COPIES = 5.0
 """Arrays of the size of its result that a counter-based generator needs on the way, as seen in XLA's CPU programs."""
-REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"})
-READERS = HEAVY - RANDOM - REDUCTIONS
+READERS = HEAVY - RANDOM - {"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"}
 """Kernels that need their inputs in memory; a reduction fuses with what makes its input."""
 PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
 PICKING = frozenset({"gather"})
-"""Kernels that read of their inputs no more than they write, and fuse with what makes them."""
+"""Kernels that read of their first input no more than they write."""
 
 _CHEAP_NAMES = """
     convert_element_type broadcast_in_dim reshape transpose squeeze expand_dims iota eq ne lt le gt ge and or not xor

@@ -1,4 +1,4 @@
-"""A layer that no memory holds is no crash: XLA's own refusal marks its entries, and nothing is planned with them."""
+"""A layer that no memory holds is no crash: its entries are marked, and nothing is planned with them."""
 
 import jax
 import jax.numpy as jnp

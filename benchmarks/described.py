@@ -51,7 +51,7 @@ def compare(name: str, topology: str, budget_s: float) -> list[float]:
     """Prints one row an entry that was compiled; the ratios."""
     state, train_step, batch = MODELS[name]()
     graph, cluster = uniap.trace(train_step, state, batch), uniap.load_cluster(topology)
-    found = uniap.profile(graph, cluster, source="compiled", budget_s=budget_s, num_stages=(1, 2))
+    found = uniap.profile(graph, cluster, source="compiled", budget_s=budget_s, memory_share=0.0, num_stages=(1, 2))
     describer = Describer(graph, cluster)
     layers = {signature: graph.layers[group[0]] for signature, group in graph.unique.items()}
     ratios = []

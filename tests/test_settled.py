@@ -48,7 +48,8 @@ def found_out(profile: Profile, measured: Collection[Key]) -> Profile:
         times = {n: getattr(thought, n) * (1.0 if "fsdp" in key.strategy else 4.0) for n in ("forward_s", "backward_s")}
         return replace(thought, origin="measured", memory_origin="compiled", **times)
 
-    return replace(profile, source="measured", entries=tuple((k, cost(k, c)) for k, c in profile.entries))
+    entries = tuple((k, cost(k, c)) for k, c in profile.entries)
+    return replace(profile, source="measured" if measured else "described", entries=entries, jax_version="0.10")
 
 
 def solved(costs: TableModel) -> Plan:

@@ -13,9 +13,9 @@ GUESSED = {"described", "scaled"}
 def unmeasured(model: TableModel, plan: Plan) -> tuple[Key, ...]:
     """Entries of the model's profile that a plan rests on and whose time or memory is described or scaled.
 
-    None without a profile, for then all of them are.
+    None without a profile, or with one that no compiler was asked for: there all of them are.
     """
-    if model.profile is None or model.profile.source == "described":
+    if model.profile is None or not model.profile.jax_version:
         return ()
     known, found = model.profile.table(), dict[Key, None]()
     for layer, chosen in zip(model.graph.layers, plan.layers, strict=True):

@@ -12,7 +12,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from uniap_jax.core.dims import tensor_split
 from uniap_jax.core.graph import Layer
+from uniap_jax.core.work import Traced, Work
 
 OPS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 _BYTES = {"f64": 8, "f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2, "s64": 8, "u64": 8, "pred": 1, "s8": 1, "u8": 1}
@@ -57,6 +59,11 @@ def shaped_layer(
     """A layer of parameters and reads of these shapes."""
     given = ([jax.ShapeDtypeStruct(s, dtype) for s in shapes] for shapes in (params, (), reads))
     return make_layer(f, *given)
+
+
+def measure_work(layer: Layer, *, keep: str, tensor: int = 1, tpu: bool = False) -> Work:
+    """What a layer does where the tensor ways split what they like best."""
+    return Traced(layer, tensor_split(layer, tensor), keep=keep, tensor=tensor, tpu=tpu).work()
 
 
 def mesh_4x2() -> Mesh:

@@ -5,10 +5,11 @@ import jax.numpy as jnp
 import pytest
 
 import uniap_jax as uniap
+from dims_support import measure_work
 from dims_support import shaped_layer as layer
 from uniap_jax.core.described import Describer
 from uniap_jax.core.strategy import Strategy
-from uniap_jax.core.work import Traced, measure_work
+from uniap_jax.core.work import Traced
 
 ROWS, WIDTH, WORDS = 1024, 32, 4096
 LOGITS = 2 * ROWS * WORDS
@@ -60,6 +61,15 @@ def test_reductions_of_the_same_are_one_kernel():
     in_turn = work_of(lambda y: (y - largest(y)).sum(-1)).forward.fused_nbytes.sum()
     assert two == pytest.approx(one, rel=1e-2)
     assert in_turn == pytest.approx(2 * one, rel=1e-2)
+
+
+def test_a_product_shares_no_kernel_with_a_reduction_of_what_it_reads():
+    def both(w, x):
+        return [x @ w + (x * w).sum(-1, keepdims=True)]
+
+    moved = measure_work(layer(both, [(512, 512)], [(512, 512)]), keep="all").forward.fused_nbytes
+    product, reduction, adding = 3, 2, 2  # arrays of that size
+    assert moved.sum() == pytest.approx((product + reduction + adding) * 512 * 512 * 4, rel=1e-2)
 
 
 def test_what_nobody_reads_is_not_computed():

@@ -3,8 +3,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dims_support import measure_work
 from dims_support import shaped_layer as layer
-from uniap_jax.core.work import measure_work
 
 B, D, H = 8, 16, 64
 F32 = 4

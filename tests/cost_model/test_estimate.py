@@ -248,7 +248,7 @@ def test_counts_are_affine_between_the_traced_batches(graph):
     describer = Describer(graph, load_cluster("h100:8"))
     half = Describer(graph.microbatch(1), load_cluster("h100:8"))
     told = describer.cost(describer.graph.layers[1], Strategy(), samples=4, fused=False)
-    from uniap_jax.core.work import measure_work
+    from dims_support import measure_work
 
     traced = measure_work(graph.microbatch(2).layers[1], keep="all", tensor=1)
     assert told.kept_bytes == pytest.approx(traced.kept + traced.kept_split)

@@ -74,15 +74,14 @@ def kernel_bytes(events: Sequence[Event], results: Collection[int], *, tpu: bool
     reach: dict[int, dict[int, Value]] = {}
     joined: set[frozenset[int]] = set()
 
-    def taken(event: Event, read: dict[int, Value]) -> float:
-        """Bytes read, as far as no kernel before read the same."""
+    def taken(event: Event, read: dict[int, Value], *, fuses: bool) -> float:
+        """Bytes read; none where a kernel before, of those that fuse, read the same."""
         total = _total(read.values())
-        if event.name in PRODUCTS or event.name in LOOPS:
-            return total
-        if event.name in PICKING:
-            return min(total, _total([*event.ins[1:], *event.outs]))
+        if not fuses:
+            return min(total, _total([*event.ins[1:], *event.outs])) if event.name in PICKING else total
         live = [v for v in read.values() if v.kind != CONST]
         joins = frozenset(read) in joined or (tpu and len(live) == 1 and live[0].index in products)
+        joined.add(frozenset(read))
         return 0.0 if joins else total
 
     found = []
@@ -98,8 +97,8 @@ def kernel_bytes(events: Sequence[Event], results: Collection[int], *, tpu: bool
         elif e.name in RANDOM:
             found.append(2.0 * RANDOM_COPIES * _total([*e.ins, *e.outs]))
         elif there:
-            found.append((taken(e, read) + _total(there)) * _turns(e))
-            joined.add(frozenset(read))
+            fuses = i not in own or e.name not in READERS
+            found.append((taken(e, read, fuses=fuses) + _total(there)) * _turns(e))
         else:
             found.append(0.0)
     return found

@@ -91,12 +91,6 @@ class Work:
     fused_split: float
 
 
-def measure_work(layer: Layer, *, keep: str, tensor: int = 1, splits: Splits | None = None, tpu: bool = False) -> Work:
-    """Traces a layer's forward and backward and counts what they do; see `Traced`."""
-    choice = splits.tensor if splits is not None else dims.tensor_split(layer, tensor)
-    return Traced(layer, choice, keep=keep, tensor=tensor, tpu=tpu).work(splits)
-
-
 class Traced:
     """A layer's forward and backward, and the kernels of their programs.
 

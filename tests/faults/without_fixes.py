@@ -228,6 +228,13 @@ GUARDS = (
         (f"{LINES}::test_process_that_dies_is_blamed_and_not_the_one_that_fails_for_it",),
     ),
     Guard(
+        "rank that fails for the death of another: it hears whose",
+        "runtime/processes.py",
+        "            blamed = self._blamed()\n",
+        "            blamed = None\n",
+        (f"{LINES}::test_process_that_fails_for_the_death_of_another_says_whose",),
+    ),
+    Guard(
         "rank that never speaks: waited for so long and no longer",
         "runtime/process_server.py",
         "            if now - since > self._timeout_s:\n",

@@ -148,6 +148,25 @@ def test_process_that_dies_is_blamed_and_not_the_one_that_fails_for_it() -> None
     assert all("rank 1 ended in step 6: its process is gone" in m for m in told)
 
 
+def test_process_that_fails_for_the_death_of_another_says_whose(caplog: pytest.LogCaptureFixture) -> None:
+    """Where the collective fails first: the rank that sees it, rank 0 too, still hears why."""
+
+    def body(group: Group) -> Any:
+        with group:
+            group.enter(6)
+            if group.rank == 0:
+                raise ExecutionError("connection closed by peer")
+            if group.rank == 1:
+                time.sleep(0.5)
+                group._line.shutdown(socket.SHUT_RDWR)
+            time.sleep(4)
+
+    job = Job(body)
+    reason = "rank 1 ended in step 6: its process is gone"
+    assert job.found[0].__notes__ == [reason]
+    assert f"rank 0: {reason}" in caplog.messages
+
+
 def test_process_that_cannot_reach_rank_0_says_so() -> None:
     with pytest.raises(ExecutionError, match="cannot reach rank 0") as error:
         Group(1, 2, ("127.0.0.1", 1), timeout_s=0.3, on_failure=lambda message: None)

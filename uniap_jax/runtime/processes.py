@@ -29,7 +29,7 @@ from uniap_jax.core.graph import Value
 from uniap_jax.core.plan import Plan
 from uniap_jax.core.serialize import plan_from_json, plan_to_json
 from uniap_jax.runtime.presence import absent
-from uniap_jax.runtime.process_server import Server, receive_lines, send_line
+from uniap_jax.runtime.process_server import ECHO_S, Server, receive_lines, send_line
 
 __all__ = ["Everyone", "Group", "agree", "agree_on_plan", "agree_on_program", "connect", "global_batch", "local_rows"]
 
@@ -37,6 +37,8 @@ log = logging.getLogger("uniap_jax")
 
 GRACE_S = 10.0
 """Between an error that was raised and the end of the process."""
+VERDICT_S = 3 * ECHO_S
+"""Longest that a rank that failed waits to hear whether another one failed first."""
 EXIT_CODE = 70
 """Of a process that ends because another one failed (EX_SOFTWARE of sysexits.h)."""
 
@@ -127,7 +129,18 @@ class Group:
             self._send({"kind": "failed", "message": f"{type(error).__name__}: {error}"})
             # the error goes up from here; what waits for dead ranks on the way out must not hold the process
             threading.Thread(target=self._end_later, args=(f"{error}",), daemon=True).start()
+            blamed = self._blamed()
+            if blamed is not None and blamed["rank"] != self.rank:
+                log.error("rank %d: %s", self.rank, blamed["message"])
+                error.add_note(blamed["message"])
         self.close()
+
+    def _blamed(self) -> dict[str, Any] | None:
+        """The failure that rank 0 finds at the root of this rank's own; None where it does not say in time."""
+        with self._changed:
+            self._waiting = True  # and stays so: this process ends by its own error
+            self._changed.wait_for(lambda: self._failure is not None, min(self.timeout_s, VERDICT_S))
+            return self._failure
 
     def _end_later(self, message: str) -> None:
         time.sleep(min(self.timeout_s, GRACE_S))

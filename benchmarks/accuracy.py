@@ -108,13 +108,12 @@ def compare(name: str, options: argparse.Namespace) -> None:
     cluster = uniap.load_cluster(options.topology) if options.topology else uniap.local_cluster()
     source = "compiled" if options.topology else "measured"
 
-    def price(first: Sequence[Key], share: float) -> TableModel:
+    def price(only: Sequence[Key] | None, seconds: float) -> TableModel:
         given = {"memory_share": 1.0} if not options.rounds and source == "measured" else {}
-        budget_s = share * options.budget
-        found = uniap.profile(graph, cluster, source=source, budget_s=budget_s, first=first, **given)
+        found = uniap.profile(graph, cluster, source=source, budget_s=seconds, only=only, **given)
         return estimate(graph, cluster, found)
 
-    costs, _ = informed(price, lambda model: diverse_plans(model, options.plans))
+    costs, _ = informed(price, lambda model: diverse_plans(model, options.plans), options.budget)
     profiled = time.perf_counter() - started
     if options.topology:
         report = absent_accuracy(graph, costs, cluster, num_plans=options.plans)

@@ -94,16 +94,16 @@ def measure(name: str, budget_s: float, cache: str) -> None:
         spent[what] += time.perf_counter() - began
         return made
 
-    def profiled(first: Sequence[Key] = (), share: float = 0.0) -> Profile | None:
+    def profiled(only: Sequence[Key] | None = None, seconds: float = 0.0) -> Profile | None:
         if case.source == "described":  # such numbers are made as the search asks for them
             return None
-        return uniap.profile(graph, cluster, budget_s=share * budget_s, first=first, **given)
+        return uniap.profile(graph, cluster, budget_s=seconds, only=only, **given)
 
-    def price(first: Sequence[Key], share: float) -> TableModel:
-        found = timed("profile", lambda: profiled(first, share))
+    def price(only: Sequence[Key] | None, seconds: float) -> TableModel:
+        found = timed("profile", lambda: profiled(only, seconds))
         return timed("search", lambda: estimate(graph, cluster, found))
 
-    _, (plan,) = informed(price, lambda model: timed("search", lambda: [uniap.solve(model)]))
+    _, (plan,) = informed(price, lambda model: timed("search", lambda: [uniap.solve(model)]), budget_s)
     cold, search, spent["profile"] = spent["profile"], spent["search"], 0.0
     found = timed("profile", profiled)
     compiled = ""

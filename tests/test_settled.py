@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +13,10 @@ import pytest
 
 import uniap_jax as uniap
 from uniap_jax import cost_model, planning
-from uniap_jax.core.described import Describer
 from uniap_jax.core.graph import LayerGraph
 from uniap_jax.core.plan import Plan
 from uniap_jax.core.profile import Key, Profile
 from uniap_jax.cost_model import TableModel
-from uniap_jax.profiler.order import by_value, entries
 
 
 @pytest.fixture(scope="module")
@@ -59,45 +58,61 @@ def solved(costs: TableModel) -> Plan:
 def test_a_plan_that_rests_on_measured_numbers_is_the_best_under_all_of_them(graph, described, monkeypatch):
     """Numbers that are too low until they are measured mislead no one who measures what a plan rests on."""
     monkeypatch.setattr(planning, "ROUNDS", 200)
-    cluster, measured, shares = uniap.local_cluster(jax.devices()[:4]), set[Key](), list[float]()
+    cluster, measured, rounds = uniap.local_cluster(jax.devices()[:4]), set[Key](), list[float]()
 
-    def price(first: Sequence[Key], share: float) -> TableModel:
-        assert not measured.intersection(first)
-        measured.update(first)
-        shares.append(share)
+    def price(only: Sequence[Key] | None, seconds: float) -> TableModel:
+        assert not measured.intersection(only or ())
+        measured.update(only or ())
+        rounds.append(seconds)
         return cost_model.estimate(graph, cluster, found_out(described, measured))
 
-    plan = planning.settled(price, solved)
+    plan = planning.settled(price, solved, 100.0)
     best = solved(cost_model.estimate(graph, cluster, found_out(described, described.table())))
     assert plan.prediction.step_time_s == best.prediction.step_time_s
-    assert 1 < len(shares) < 100
+    assert 1 < len(rounds) < 100
     assert len(measured) < len(described.entries)
-    assert sum(shares[1 : 1 + 200]) <= 1 - planning.FIRST_SHARE + 1e-9
 
 
-def test_the_budget_is_kept(graph, described):
-    """Every round finds out a little, and the search goes on for a few of them."""
-    cluster, measured, shares = uniap.local_cluster(jax.devices()[:4]), set[Key](), list[float]()
+def test_the_budget_is_kept(graph, described, monkeypatch):
+    """Every round finds out a little and takes what it is given; the search goes on for a few of them."""
+    cluster, measured, rounds = uniap.local_cluster(jax.devices()[:4]), set[Key](), list[float]()
+    clock = [0.0]
+    monkeypatch.setattr(planning, "time", SimpleNamespace(monotonic=lambda: clock[0]))
 
-    def price(first: Sequence[Key], share: float) -> TableModel:
-        measured.update(first[:1])
-        shares.append(share)
+    def price(only: Sequence[Key] | None, seconds: float) -> TableModel:
+        measured.update((only or ())[:1])
+        rounds.append(seconds)
+        clock[0] += seconds
         return cost_model.estimate(graph, cluster, found_out(described, measured))
 
-    planning.settled(price, solved)
-    assert len(shares) == 1 + planning.ROUNDS
-    assert sum(shares) == pytest.approx(1.0)
+    planning.settled(price, solved, 100.0)
+    assert len(rounds) == 1 + planning.ROUNDS
+    assert rounds[:3] == pytest.approx([60.0, 20.0, 10.0])
+    assert clock[0] <= 100.0
 
 
-def test_what_cannot_be_measured_is_asked_for_once(graph, described):
-    cluster, asked = uniap.local_cluster(jax.devices()[:4]), list[Sequence[Key]]()
+def test_what_a_round_does_not_take_is_left_to_the_next(graph, described):
+    cluster, rounds = uniap.local_cluster(jax.devices()[:4]), list[float]()
 
-    def price(first: Sequence[Key], share: float) -> TableModel:
-        asked.append(first)
+    def price(only: Sequence[Key] | None, seconds: float) -> TableModel:
+        rounds.append(seconds)
+        measured = described.table() if len(rounds) > 3 else list(described.table())[: len(rounds)]
+        return cost_model.estimate(graph, cluster, found_out(described, measured))
+
+    planning.settled(price, solved, 100.0)
+    assert rounds[1] == pytest.approx(20.0, rel=0.05)
+    assert all(seconds > 19.0 for seconds in rounds[1:])
+
+
+def test_what_cannot_be_measured_is_asked_for_with_half_of_the_time_and_then_with_all_of_it(graph, described):
+    cluster, asked = uniap.local_cluster(jax.devices()[:4]), list[tuple[bool, float]]()
+
+    def price(only: Sequence[Key] | None, seconds: float) -> TableModel:
+        asked.append((bool(only), round(seconds)))
         return cost_model.estimate(graph, cluster, found_out(described, ()))
 
-    planning.settled(price, solved)
-    assert [bool(first) for first in asked] == [False, True]
+    planning.settled(price, solved, 100.0)
+    assert asked == [(False, 60), (True, 20), (True, 40)]
 
 
 def test_memory_that_no_compiler_told_is_asked_for(graph, described):
@@ -115,11 +130,3 @@ def test_memory_that_no_compiler_told_is_asked_for(graph, described):
 def test_described_numbers_are_not_to_be_measured(graph, described):
     costs = cost_model.estimate(graph, uniap.local_cluster(jax.devices()[:4]), described)
     assert cost_model.unmeasured(costs, solved(costs)) == ()
-
-
-def test_what_is_asked_for_is_measured_first(graph):
-
-    describer = Describer(graph, uniap.local_cluster(jax.devices()[:4]))
-    every = entries(describer, num_stages="auto", num_microbatches="auto", keeps=("all", "inputs"))
-    last = by_value(every, describer)[-1]
-    assert by_value(every, describer, (last.key,))[0] == last

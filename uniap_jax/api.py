@@ -63,7 +63,7 @@ def profile(
         cluster: the devices; those of this process by default.
         source: "measured" on the devices, or "described" from published rates without compiling anything.
         devices: which of this process's devices to measure on; all by default.
-        **options: `num_stages`, `num_microbatches`, `budget_s`, `first`, `cache_dir`, `progress` of the profiler.
+        **options: `num_stages`, `num_microbatches`, `budget_s`, `only`, `cache_dir`, `progress` of the profiler.
     """
     return profiler.profile(graph, cluster or local_cluster(devices), source=source, devices=devices, **options)
 
@@ -165,7 +165,9 @@ class Parallelized:
         graph, chosen = self._only.graph, self._options
         return Monitor(
             self._only,
-            replan=replanner(lambda: price_graph(graph, chosen), lambda model: solve_for(model, chosen)),
+            replan=replanner(
+                lambda: price_graph(graph, chosen, chosen.budget_s), lambda model: solve_for(model, chosen)
+            ),
             compile=lambda plan: plan_graph(graph, plan, chosen),
             adopt=self._adopt,
             **options,

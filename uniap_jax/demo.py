@@ -109,14 +109,13 @@ def _make_plan(
     cluster = local_cluster(devices)
     known = _known_profile(graph, cluster, tell) if source == "measured" else None
 
-    def price(first: Sequence[Key], share: float) -> TableModel:
-        budget_s = share * PROFILE_BUDGET_S
-        found = known or api.profile(graph, cluster, source=source, budget_s=budget_s, first=first, progress=progress)
+    def price(only: Sequence[Key] | None, seconds: float) -> TableModel:
+        found = known or api.profile(graph, cluster, source=source, budget_s=seconds, only=only, progress=progress)
         if source == "measured":
             save(found, _profile_path(graph, cluster))
         return estimate(graph, cluster, found)
 
-    plan = settled(price, lambda costs: api.solve(costs, time_limit_s=SEARCH_LIMIT_S))
+    plan = settled(price, lambda costs: api.solve(costs, time_limit_s=SEARCH_LIMIT_S), PROFILE_BUDGET_S)
     return plan, api.compile_plan(graph, plan, cluster)
 
 

@@ -29,8 +29,13 @@ log = logging.getLogger("uniap_jax")
 
 FIRST_SHARE = 0.6
 """Of the budget, what is spent before the first search."""
-ROUNDS = 3
-"""Searches that may follow it, each after measuring what the last plan rests on."""
+ROUND_SHARE = 0.5
+"""Of what is left of it, what a round may take that measures what the last plan rests on."""
+ROUNDS = 5
+"""Such rounds, each followed by a search."""
+
+Price = Callable[[Sequence[Key] | None, float], TableModel]
+"""Costs, with only the given entries measured (with any where None) in so many seconds; what was measured is kept."""
 
 TRIED_OVER_HOSTS = ("cpu",)
 """Platforms on which stages with a program each have run over several processes; elsewhere they are to be asked for."""
@@ -126,16 +131,20 @@ def _speakers(options: Options) -> Speakers | None:
 
 def find_plan(graph: LayerGraph, options: Options) -> Plan:
     """Profile, estimate and solve for a traced step."""
-    return settled(lambda first, share: price_graph(graph, options, first, share), lambda m: solve_for(m, options))
+    return settled(
+        lambda only, seconds: price_graph(graph, options, seconds, only),
+        lambda model: solve_for(model, options),
+        options.budget_s,
+    )
 
 
-def settled(price: Callable[[Sequence[Key], float], TableModel], solve: Callable[[TableModel], Plan]) -> Plan:
+def settled(price: Price, solve: Callable[[TableModel], Plan], budget_s: float) -> Plan:
     """A plan that rests on measured numbers, as far as the budget goes; see `informed`."""
-    return informed(price, lambda model: [solve(model)])[1][0]
+    return informed(price, lambda model: [solve(model)], budget_s)[1][0]
 
 
 def informed(
-    price: Callable[[Sequence[Key], float], TableModel], plans_of: Callable[[TableModel], Sequence[Plan]]
+    price: Price, plans_of: Callable[[TableModel], Sequence[Plan]], budget_s: float
 ) -> tuple[TableModel, Sequence[Plan]]:
     """Costs under which plans rest on measured numbers, as far as the budget goes, and the plans.
 
@@ -143,30 +152,34 @@ def informed(
     and the search run again, until nothing is left to measure or nothing more can be.
 
     Args:
-        price: costs, with the given entries measured first, in a share of the budget; what was measured before is kept.
+        price: costs.
         plans_of: the plans that matter under them.
+        budget_s: of all measuring together.
     """
-    model = price((), FIRST_SHARE)
-    plans, before = plans_of(model), set[Key]()
+    model = price(None, FIRST_SHARE * budget_s)
+    plans, left_s, before, share = plans_of(model), (1.0 - FIRST_SHARE) * budget_s, set[Key](), ROUND_SHARE
     for _ in range(ROUNDS):
         wanted = dict.fromkeys(key for plan in plans for key in cost_model.unmeasured(model, plan))
-        if set(wanted) == before:
+        again = set(wanted) == before
+        if not wanted or (again and share == 1.0):
             break
-        before = set(wanted)
+        share = 1.0 if again else ROUND_SHARE  # what half of the time was too short for gets all of it, once
         log.info("measuring %d numbers that the plan rests on", len(wanted))
-        model = price(tuple(wanted), (1.0 - FIRST_SHARE) / ROUNDS)
+        started, before = time.monotonic(), set(wanted)
+        model = price(tuple(wanted), share * left_s)
+        left_s = max(0.0, left_s - (time.monotonic() - started))
         plans = plans_of(model)
     return model, plans
 
 
-def price_graph(graph: LayerGraph, options: Options, first: Sequence[Key] = (), share: float = 1.0) -> TableModel:
+def price_graph(graph: LayerGraph, options: Options, budget_s: float, only: Sequence[Key] | None = None) -> TableModel:
     """Profile and estimate for a traced step.
 
     Args:
         graph: the step.
         options: what was asked for.
-        first: entries of the profile that are measured before all others.
-        share: of the budget.
+        budget_s: for measuring.
+        only: entries of the profile to measure, and no others.
     """
     cluster = cluster_of(options)
     measured = options.profile
@@ -179,8 +192,8 @@ def price_graph(graph: LayerGraph, options: Options, first: Sequence[Key] = (), 
             devices=options.devices,
             num_stages=options.num_stages,
             num_microbatches=options.num_microbatches,
-            budget_s=share * options.budget_s,
-            first=first,
+            budget_s=budget_s,
+            only=only,
             cache_dir=options.cache_dir,
             progress=options.progress,
         )

@@ -9,7 +9,7 @@ from uniap_jax.core.described import Describer
 from uniap_jax.core.profile import Footprint
 from uniap_jax.core.sharding import make_mesh
 from uniap_jax.core.strategy import Strategy, parse_strategy
-from uniap_jax.profiler.footprint import Footprints, Replica, by_variety, replica_of
+from uniap_jax.profiler.footprint import Footprints, Replica, by_variety, replica_of, replicas_of
 from uniap_jax.profiler.order import by_value, entries
 from uniap_jax.profiler.piece import compile_split, piece_of
 from uniap_jax.profiler.programs import Case
@@ -40,8 +40,8 @@ def test_one_replica_stands_for_all_data_ways_and_stages(describer):
     assert len({one.key for one in varied}) == len(varied) < 2 * len(found)
     # of entries that a plan rests on, both as they are before the last stage and as they are in it
     asked = found[-1]
-    first = by_variety(by_value(found, describer), describer.graph, "cpu", (asked.key,))[:2]
-    assert [one.key for one in first] == [replica_of(asked, describer.graph, "cpu", turned=t) for t in (False, True)]
+    both = tuple(replica_of(asked, describer.graph, "cpu", turned=t) for t in (False, True))
+    assert replicas_of(asked, describer.graph, "cpu") == both
 
 
 def test_where_the_batch_cannot_be_split_all_data_ways_are_compiled(describer):
@@ -62,6 +62,15 @@ def test_two_replicas_where_gradients_meet_in_a_gpu_program(describer):
         assert gpu.strategy.data == (2 if meets else 1)
         assert gpu.samples == alone.samples * gpu.strategy.data
         assert gpu.local == alone.local
+
+
+def test_two_replicas_where_a_cpu_stage_hands_over_gradients_that_met(describer):
+    """What replicas bring to a collective and what they take from it lie beside each other."""
+    found = entries(describer, num_stages=(2, 4), num_microbatches=(1, 2), keeps=("all",))
+    for e in (e for e in found if e.layer == 0):
+        for one in replicas_of(e, describer.graph, "cpu"):
+            meets = e.strategy.data > 1 and e.num_microbatches == 1
+            assert one.way.strategy.data == (2 if meets else 1)
 
 
 @pytest.mark.parametrize("keep", ["all", "inputs"])

@@ -203,6 +203,17 @@ def test_what_takes_much_of_the_time_that_is_left_waits_for_the_others(graph, mo
     assert list(found) == [e.key for e in ranked if takes[e] < 400]
 
 
+def test_only_what_is_asked_for_is_measured(graph, monkeypatch):
+    describer = Describer(graph, local_cluster())
+    ranked = entries(describer, num_stages=1, num_microbatches=(1, 2, 4, 8), keeps=("all",))[:4]
+    takes, clock, begun = dict.fromkeys(ranked, 10), [0.0], []
+    monkeypatch.setattr(run.time, "monotonic", lambda: clock[0])
+    prober = timed(describer, takes, clock, begun, takes.get)
+    asked = {ranked[1].key, ranked[3].key}
+    assert set(run_entries(ranked, prober, deadline_s=100.0, progress=None, only=asked)) == asked
+    assert len(begun) == 2
+
+
 def test_what_was_thought_too_long_is_begun_as_soon_as_it_is_known_better(graph, monkeypatch):
     """Before anything is known the dearest entries are put off; one that is not dear says how dear they are."""
     describer = Describer(graph, local_cluster())

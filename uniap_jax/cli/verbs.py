@@ -83,7 +83,7 @@ def graph_facts(graph: LayerGraph) -> dict[str, Any]:
 
 def profile(options: Namespace, output: Output) -> int:
     """Measures layers and links."""
-    found = _profile(options, _trace(options), _cluster(options))
+    found = _profile(options, _trace(options), _cluster(options), _budget_s(options))
     if options.out:
         save(redacted(found) if options.redact else found, options.out)
         say(f"saved {options.out}")
@@ -149,7 +149,7 @@ def check(options: Namespace, output: Output) -> int:
         return _accuracy(options, output)
     build, profile = load_build(options.step), None
     if options.source == "measured" and not options.plan:
-        profile = _profile(options, _trace(options), _cluster(options))
+        profile = _profile(options, _trace(options), _cluster(options), _budget_s(options))
     report = compare(
         build,
         devices=jax.devices(),
@@ -175,10 +175,10 @@ def _accuracy(options: Namespace, output: Output) -> int:
     graph = uniap.trace(train_step, state, batch, unfold_scans=options.unfold_scans)
     cluster = _cluster(options)
 
-    def price(first: Sequence[Key], share: float) -> TableModel:
-        return estimate(graph, cluster, _profile(options, graph, cluster, first, share))
+    def price(only: Sequence[Key] | None, seconds: float) -> TableModel:
+        return estimate(graph, cluster, _profile(options, graph, cluster, seconds, only))
 
-    costs, _ = informed(price, lambda model: diverse_plans(model, options.plans))
+    costs, _ = informed(price, lambda model: diverse_plans(model, options.plans), _budget_s(options))
     if options.topology:
         report = absent_accuracy(graph, costs, cluster, num_plans=options.plans)
     else:
@@ -285,10 +285,19 @@ def _cluster(options: Namespace) -> Cluster:
     return local_cluster(memory_limit=options.memory_limit)
 
 
+def _source(options: Namespace) -> str:
+    found: str = options.source or ("described" if options.topology else "measured")
+    return found
+
+
+def _budget_s(options: Namespace) -> float:
+    return float(options.budget or BUDGETS_S[_source(options)])
+
+
 def _profile(
-    options: Namespace, graph: LayerGraph, cluster: Cluster, first: Sequence[Key] = (), share: float = 1.0
+    options: Namespace, graph: LayerGraph, cluster: Cluster, budget_s: float, only: Sequence[Key] | None = None
 ) -> Profile:
-    source = options.source or ("described" if options.topology else "measured")
+    source = _source(options)
     if source == "measured" and options.topology:
         raise UsageError(
             "--topology names devices that are not here, so nothing can be measured; use --source compiled or described"
@@ -303,8 +312,8 @@ def _profile(
             graph,
             cluster,
             source=source,
-            budget_s=share * (options.budget or BUDGETS_S[source]),
-            first=first,
+            budget_s=budget_s,
+            only=only,
             cache_dir=options.cache_dir,
             progress=progress,
         )
@@ -331,19 +340,18 @@ def _layer_pins(pairs: Sequence[tuple[str, str]]) -> dict[str, str]:
 
 
 def _plan(options: Namespace, graph: LayerGraph, cluster: Cluster, *, top_k: int = 1) -> Plan:
-    source = options.source or ("described" if options.topology else "measured")
     pins = {**_pins(options), "executor": possible_executor(options.executor, cluster)}
 
-    def price(first: Sequence[Key], share: float) -> TableModel:
+    def price(only: Sequence[Key] | None, seconds: float) -> TableModel:
         # described numbers are made as the search asks for them
-        found = None if source == "described" else _profile(options, graph, cluster, first, share)
+        found = None if _source(options) == "described" else _profile(options, graph, cluster, seconds, only)
         return estimate(graph, cluster, found)
 
     def solve_for(costs: TableModel) -> Plan:
         with search_bar() as progress:
             return uniap.solve(costs, time_limit_s=options.time_limit, progress=progress, top_k=top_k, **pins)
 
-    return settled(price, solve_for)
+    return settled(price, solve_for, _budget_s(options))
 
 
 def _load(path: str) -> Plan:

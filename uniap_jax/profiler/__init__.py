@@ -15,11 +15,11 @@ from uniap_jax.core.described import Describer
 from uniap_jax.core.errors import ProfileError
 from uniap_jax.core.graph import LayerGraph
 from uniap_jax.core.machine import Cluster, usable_cores
-from uniap_jax.core.profile import SOURCES, Key, LayerCost, LinkFit, Profile, Rates
+from uniap_jax.core.profile import SOURCES, Footprint, Key, LayerCost, LinkFit, Profile, Rates
 from uniap_jax.profiler.cache import Cache, default_dir
 from uniap_jax.profiler.calibrate import fill
 from uniap_jax.profiler.compiled import Compiler, measure_cycle
-from uniap_jax.profiler.footprint import Footprinter, by_variety
+from uniap_jax.profiler.footprint import Footprinter, Replica, by_variety, replicas_of
 from uniap_jax.profiler.measure import Measurer, measure_machine, measured_describer
 from uniap_jax.profiler.order import Entry, by_value, described, entries
 from uniap_jax.profiler.programs import Arrays
@@ -43,7 +43,7 @@ def profile(
     keeps: tuple[str, ...] = ("all", "inputs"),
     budget_s: float = 120.0,
     memory_share: float = MEMORY_SHARE,
-    first: Collection[Key] = (),
+    only: Collection[Key] | None = None,
     cache_dir: str | Path | None = None,
     devices: Sequence[Any] | None = None,
     progress: Callable[[int, int, str], None] | None = None,
@@ -64,7 +64,7 @@ def profile(
         budget_s: seconds to spend on compiling and timing; results in the cache cost none of it.
         memory_share: of what is left of the budget after the machine itself was measured, what compiling for memory
             may take; 1 times no layer.
-        first: entries to measure before all others.
+        only: entries to measure, and no others; what the cache knows of the others counts.
         cache_dir: where results are kept; the user's cache folder where None.
         devices: to measure on, in the order stages take them; the first of `jax.devices()` where None.
         progress: called with what is done, how much there is, and what is being measured.
@@ -100,16 +100,21 @@ def profile(
         absent = _absent_stages(cluster, found)
         cycle_s = measure_cycle(cluster, next(iter(absent.values())), cache)
         prober, workers = Compiler(describer=describer, devices=absent, cycle_s=cycle_s, cache=cache), usable_cores()
-    ranked = by_value(found, describer, first)
+    ranked, deadline_s = by_value(found, describer), start + budget_s
     footprinter = Footprinter(describer=describer, prober=prober)
-    footprints = run_entries(
-        by_variety(ranked, describer.graph, cluster.platform, first),
-        footprinter,
-        deadline_s=time.monotonic() + memory_share * (start + budget_s - time.monotonic()),
-        progress=progress,
-        workers=usable_cores(),
-    )
-    probed = run_entries(ranked, prober, deadline_s=start + budget_s, progress=progress, workers=workers)
+    sought = by_variety(ranked, describer.graph, cluster.platform)
+    asked = None
+    if only is not None:
+        asked = {r for e in ranked if e.key in only for r in replicas_of(e, describer.graph, cluster.platform)}
+
+    def windows(share: float) -> dict[Replica, Footprint]:
+        now, cores = time.monotonic(), usable_cores()
+        until = now + share * (deadline_s - now)
+        return run_entries(sought, footprinter, deadline_s=until, progress=progress, workers=cores, only=asked)
+
+    windows(memory_share)
+    probed = run_entries(ranked, prober, deadline_s=deadline_s, progress=progress, workers=workers, only=only)
+    footprints = windows(1.0 if memory_share else 0.0)  # in what the times have left
     costs, calibration = fill(found, probed, describer, footprints)
     count = sum(c.origin == source for c in probed.values())
     note = (

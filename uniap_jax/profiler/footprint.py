@@ -7,7 +7,7 @@ every number of stages and every number of micro-batches that leave it as many s
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from threading import Lock
 from typing import Any
@@ -17,7 +17,7 @@ import jax
 from uniap_jax.core.described import Describer
 from uniap_jax.core.errors import ProfileError, StrategyError, TraceError
 from uniap_jax.core.graph import LayerGraph
-from uniap_jax.core.profile import Footprint, Key, LayerCost
+from uniap_jax.core.profile import Footprint, LayerCost
 from uniap_jax.core.replicated import reduces_once
 from uniap_jax.core.sharding import make_mesh
 from uniap_jax.core.strategy import DEGREES, Strategy
@@ -59,9 +59,10 @@ class Replica:
 def replica_of(entry: Entry, graph: LayerGraph, platform: str, *, turned: bool = False) -> Replica:
     """The replica of an entry: all data ways at once where the batch cannot be split.
 
-    Two of them where replicas wait for each other's gradients on a GPU: its compiler joins small gradients for one
-    collective and computes them right before it, so that what they are computed from stays alive for several layers;
-    most of what recomputing would free does.
+    Two of them where replicas wait for each other's gradients and that takes memory. On a GPU, where the compiler joins
+    small gradients for one collective and computes them right before it, so that what they are computed from stays
+    alive for several layers; most of what recomputing would free does. On a CPU in a backward that hands its gradients
+    over: what replicas bring to a collective and what they take from it lie beside each other.
 
     Args:
         entry: of a profile.
@@ -71,7 +72,8 @@ def replica_of(entry: Entry, graph: LayerGraph, platform: str, *, turned: bool =
     """
     only, summed, data = entry.num_stages == 1, entry.num_microbatches > 1, entry.strategy.data
     mapped = summed and reduces_once(graph, graph.layers[entry.layer], entry.strategy)
-    meet = platform == "gpu" and data % 2 == 0 and not mapped
+    apart = not only and not summed
+    meet = data % 2 == 0 and not mapped and (platform == "gpu" or (platform == "cpu" and apart))
     ways = 1 if graph.split_reason else data // 2 if meet else data
     way = Way(
         strategy=replace(entry.strategy, data=data // ways),
@@ -214,30 +216,31 @@ class Sought:
         return self.key.way.strategy
 
 
-def by_variety(ranked: Sequence[Entry], graph: LayerGraph, platform: str, first: Collection[Key] = ()) -> list[Sought]:
-    """Different replicas: those asked for, then of each family the largest batch, then the smallest, then the rest.
+def replicas_of(entry: Entry, graph: LayerGraph, platform: str) -> tuple[Replica, ...]:
+    """All that an entry's memory may follow from: of a stage that is not the only one, as it may be run."""
+    ways = (False, True) if entry.num_stages > 1 else (False,)
+    return tuple(replica_of(entry, graph, platform, turned=turned) for turned in ways)
+
+
+def by_variety(ranked: Sequence[Entry], graph: LayerGraph, platform: str) -> list[Sought]:
+    """Different replicas: of each family the largest batch, then the smallest, then the rest.
 
     Args:
         ranked: most valuable first.
         graph: of the entries.
         platform: of the devices.
-        first: entries whose own replicas come before all others.
     """
-    asked: dict[Replica, Sought] = {}
     families: dict[Replica, dict[Replica, Sought]] = {}
     for entry in ranked:
-        for turned in (False, True) if entry.num_stages > 1 else (False,):
-            one = Sought(key=replica_of(entry, graph, platform, turned=turned), num_stages=entry.num_stages)
-            families.setdefault(one.key.family, {}).setdefault(one.key, one)
-            if entry.key in first:
-                asked.setdefault(one.key, one)
-    rounds: dict[int, list[Sought]] = {-1: list(asked.values())}
+        for replica in replicas_of(entry, graph, platform):
+            one = Sought(key=replica, num_stages=entry.num_stages)
+            families.setdefault(replica.family, {}).setdefault(replica, one)
+    rounds: dict[int, list[Sought]] = {}
     for found in families.values():
         sizes = sorted(found, key=lambda r: r.way.samples)
         order = [*sizes[-1:], *sizes[:-1][:1], *sizes[1:-1]]
         for i, replica in enumerate(order):
-            if replica not in asked:
-                rounds.setdefault(i, []).append(found[replica])
+            rounds.setdefault(i, []).append(found[replica])
     return [one for i in sorted(rounds) for one in rounds[i]]
 
 

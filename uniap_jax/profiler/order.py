@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from uniap_jax.core.described import Describer, cut_batch, divisors
@@ -87,13 +87,13 @@ def _legal(graph: LayerGraph, layer: Layer, strategy: Strategy) -> bool:
         return False
 
 
-def by_value(found: Sequence[Entry], describer: Describer, first: Collection[Key] = ()) -> list[Entry]:
+def by_value(found: Sequence[Entry], describer: Describer) -> list[Entry]:
     """Entries in the order they are worth measuring.
 
-    Those asked for before all others; those that need more memory than there is last. Between them the plain
-    strategies (all data, all fsdp, all tensor) of the layers that take most of the time, for few and for many stages,
-    at the micro-batch such a pipeline would use; then recompute; then other batch sizes; then mixtures. Entries of one
-    rank come layer by layer, the dearest first.
+    First the plain strategies (all data, all fsdp, all tensor) of the layers that take most of the time, for few and
+    for many stages, at the micro-batch such a pipeline would use; then recompute; then other batch sizes; then
+    mixtures; those that need more memory than there is last. Entries of one rank come layer by layer, the dearest
+    first.
     """
     weight = _weights(describer)
     total = sum(weight.values())
@@ -101,9 +101,8 @@ def by_value(found: Sequence[Entry], describer: Describer, first: Collection[Key
     for e in found:
         pieces.setdefault((e.layer, e.strategy), []).append(e.num_microbatches)
 
-    def order(e: Entry) -> tuple[bool, bool, tuple[int, int, int, float]]:
-        rank = _rank(e, pieces[e.layer, e.strategy], weight[e.layer] / total)
-        return e.key not in first, too_large(e, describer), rank
+    def order(e: Entry) -> tuple[bool, tuple[int, int, int, float]]:
+        return too_large(e, describer), _rank(e, pieces[e.layer, e.strategy], weight[e.layer] / total)
 
     return sorted(found, key=order)
 

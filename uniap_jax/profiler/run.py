@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any, Protocol, TypeVar
 
@@ -68,7 +68,13 @@ class Probing(Protocol[E_contra, T_co]):
 
 
 def run_entries(
-    ranked: Sequence[E], prober: Probing[E, T], *, deadline_s: float, progress: Progress | None, workers: int = 1
+    ranked: Sequence[E],
+    prober: Probing[E, T],
+    *,
+    deadline_s: float,
+    progress: Progress | None,
+    workers: int = 1,
+    only: Container[Any] | None = None,
 ) -> dict[Any, T]:
     """What is found about entries in order until the deadline; what the cache knows costs nothing and always counts.
 
@@ -79,13 +85,14 @@ def run_entries(
             much of what is left waits until the others are done.
         progress: called with what is done, how much there is, and what comes next.
         workers: entries under way at once; more than one only where nothing is timed.
+        only: keys of entries that may be measured; all where None.
     """
     found: dict[Any, T] = {}
     for entry in ranked:
         known = prober.known(entry)
         if known is not None:
             found[entry.key] = known
-    todo = [e for e in ranked if e.key not in found]
+    todo = [e for e in ranked if e.key not in found and (only is None or e.key in only)]
     waiting = set[Future[tuple[E, T | None]]]()
 
     def collect(room: int) -> None:

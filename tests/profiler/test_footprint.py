@@ -64,6 +64,13 @@ def test_two_replicas_where_gradients_meet_in_a_gpu_program(describer):
         assert gpu.local == alone.local
 
 
+def test_on_tpus_the_only_program_uses_gradients_up(describer):
+    found = entries(describer, num_stages=(1, 2), num_microbatches=(1, 2), keeps=("all",))
+    for e in (e for e in found if e.layer == 0):
+        assert replica_of(e, describer.graph, "tpu").way.consumed == (e.num_stages == e.num_microbatches == 1)
+        assert not replica_of(e, describer.graph, "cpu").way.consumed
+
+
 def test_two_replicas_where_a_cpu_stage_hands_over_gradients_that_met(describer):
     """What replicas bring to a collective and what they take from it lie beside each other."""
     found = entries(describer, num_stages=(2, 4), num_microbatches=(1, 2), keeps=("all",))

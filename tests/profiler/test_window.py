@@ -18,6 +18,7 @@ from uniap_jax.core.strategy import Strategy
 from uniap_jax.profiler.window import (
     Neighbourhood,
     Way,
+    compiled_as,
     footprint,
     neighbourhood,
     window_facts,
@@ -77,12 +78,12 @@ def need_of(graph, how):
     return functools.cache(lambda layers: window_need(window_piece(graph, layers, how, mesh), how))
 
 
-def footprint_of(graph, layer, how, need):
+def footprint_of(graph, layer, how, need, **given):
     describer = Describer(graph, local_cluster())
     around = neighbourhood(graph, layer, how.strategy)
     told = describer.cost(graph.layers[layer], how.strategy, samples=how.samples, fused=how.turned)
     weights = describer.weights(graph.layers[layer], how.strategy)
-    return footprint(around, how, need, told, weights)
+    return footprint(around, how, need, told, weights, **given)
 
 
 def test_a_layer_lies_beside_its_equal_or_behind_or_before_another(graph, chain):
@@ -160,6 +161,20 @@ def test_the_window_of_a_last_stage_is_the_program_of_the_runtime(chain):
     found = need_of(chain.microbatch(4), how)(last)
     own = real["temp_bytes"] + real["output_bytes"] - real["alias_bytes"]
     assert found.own + found.returned == pytest.approx(own, rel=0.02)
+
+
+def test_a_gradient_that_the_update_uses_up_leaves_nothing(chain):
+    """As on TPUs: such a program needs no more than one that adds each to a sum; clipped together, all are alive."""
+    plain, used = way(), replace(way(), consumed=True)
+    assert compiled_as(used) == compiled_as(way(only=False, summed=True))
+    grads = [4 * sum(int(np.prod(chain.params[p].shape)) for p in layer.params) for layer in chain.layers]
+    needs = {how: need_of(chain, compiled_as(how)) for how in (plain, used)}
+    for layer in range(1, len(chain.layers)):
+        whole, less = (needs[how]((layer - 1, layer)).own for how in (plain, used))
+        assert less < whole
+        apart = footprint_of(chain, layer, used, needs[used], meeting=False)
+        together = footprint_of(chain, layer, used, needs[used], meeting=True)
+        assert together.marginal_bytes == max(apart.marginal_bytes, grads[layer])
 
 
 def test_windows_are_told_apart_by_what_their_memory_depends_on(graph, chain):

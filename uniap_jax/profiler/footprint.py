@@ -72,8 +72,8 @@ def replica_of(entry: Entry, graph: LayerGraph, platform: str, *, turned: bool =
     """
     only, summed, data = entry.num_stages == 1, entry.num_microbatches > 1, entry.strategy.data
     mapped = summed and reduces_once(graph, graph.layers[entry.layer], entry.strategy)
-    apart = not only and not summed
-    meet = data % 2 == 0 and not mapped and (platform == "gpu" or (platform == "cpu" and apart))
+    handed = not only and not summed
+    meet = data % 2 == 0 and not mapped and (platform == "gpu" or (platform == "cpu" and handed))
     ways = 1 if graph.split_reason else data // 2 if meet else data
     way = Way(
         strategy=replace(entry.strategy, data=data // ways),
@@ -82,6 +82,7 @@ def replica_of(entry: Entry, graph: LayerGraph, platform: str, *, turned: bool =
         only=only,
         summed=summed,
         mapped=mapped,
+        consumed=platform == "tpu" and only and not summed,
     )
     return Replica(layer=entry.layer, way=way)
 
@@ -169,6 +170,8 @@ class Footprints:
         weights = self._describer.weights(self._describer.graph.layers[replica.layer], way.strategy)
         gathered = weights.used if weights.used > weights.stored else 0.0
         sums = weights.grads if way.summed else 0.0
+        if way.consumed:
+            return gathered
         if way.turned:
             return weights.full_grads + sums + gathered
         return gathered + (sums or weights.grads)
@@ -189,7 +192,7 @@ def _apart(one: Replica, other: Replica) -> float:
     pairs = [(a.local, b.local)] + [(getattr(a.strategy, n), getattr(b.strategy, n)) for n in DEGREES]
     moved = sum(abs(math.log2(x / y)) for x, y in pairs)
     others: list[bool] = [a.strategy.zero != b.strategy.zero, a.strategy.sequence != b.strategy.sequence]
-    others += [a.summed != b.summed, a.mapped != b.mapped, a.only != b.only]
+    others += [getattr(a, name) != getattr(b, name) for name in ("summed", "mapped", "only", "consumed")]
     return moved + sum(others)
 
 
@@ -251,6 +254,7 @@ class Footprinter:
     Attributes:
         describer: of the graph.
         prober: says where windows are compiled, and keeps what is found.
+        meeting: whether gradients of different parameters meet in the update.
         needs: of windows, by their layers and how they are run; None where the compiler says nothing.
         locks: of windows that are being compiled.
         missing: windows that the cache does not have.
@@ -260,6 +264,7 @@ class Footprinter:
 
     describer: Describer
     prober: Prober
+    meeting: bool
     needs: dict[tuple[Run, Way], Need | None] = field(default_factory=dict)
     locks: dict[tuple[Run, Way], Lock] = field(default_factory=dict)
     missing: set[tuple[Run, Way]] = field(default_factory=set)
@@ -304,7 +309,9 @@ class Footprinter:
         layer, way = self.describer.graph.layers[replica.layer], replica.way
         told = self.describer.cost(layer, way.strategy, samples=way.samples, fused=way.turned)
         weights = self.describer.weights(layer, way.strategy)
-        return footprint(around, way, lambda layers: self.needs[layers, compiled_as(way)], told, weights)
+        return footprint(
+            around, way, lambda layers: self.needs[layers, compiled_as(way)], told, weights, meeting=self.meeting
+        )
 
     def _cached(self, layers: Run, way: Way) -> bool:
         """Whether a window is known; looks it up."""
@@ -320,13 +327,13 @@ class Footprinter:
     def _facts(self, layers: Run, way: Way) -> dict[str, Any]:
         """The cache key of a window."""
         surroundings = self.prober.surroundings(way.strategy.num_devices)
-        return {**window_facts(self.describer.graph, layers, way), **surroundings}
+        return {**window_facts(self.describer.graph, layers, compiled_as(way)), **surroundings}
 
     def _compile(self, layers: Run, way: Way) -> None:
         pieces = self.describer.graph.batch_size // way.samples
         cut = self.describer.graph if pieces == 1 else self.describer.graph.microbatch(pieces)
         mesh = make_mesh(list(self.prober.stage(way.strategy.num_devices)))
         with self.compiles.one():
-            need = window_need(window_piece(cut, layers, way, mesh), way)
+            need = window_need(window_piece(cut, layers, way, mesh), compiled_as(way))
         self.needs[layers, compiled_as(way)] = need
         self.prober.cache.put(self._facts(layers, way), {} if need is None else asdict(need))

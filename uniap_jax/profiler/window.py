@@ -38,6 +38,7 @@ class Way:
         turned: forward and backward in one program.
         only: it is the only one, and runs all micro-batches in that program.
         summed: gradients of several micro-batches are added up.
+        consumed: each gradient is used up as soon as it is known, by the update in the same program.
         mapped: the runtime maps its layers over replicas, so that gradients meet once a step.
     """
 
@@ -47,6 +48,7 @@ class Way:
     only: bool
     summed: bool
     mapped: bool = False
+    consumed: bool = False
 
     @property
     def looped(self) -> bool:
@@ -64,8 +66,11 @@ Run = tuple[int, ...]
 
 
 def compiled_as(way: Way) -> Way:
-    """What is the same for all that compile alike: without a loop the only stage is one that turns round at once."""
-    return way if way.looped else replace(way, only=False)
+    """What is the same for all that compile alike: without a loop the only stage is one that turns round at once.
+
+    A gradient that an update uses up leaves no more than one that is added to a sum.
+    """
+    return way if way.looped else replace(way, only=False, summed=way.summed or way.consumed, consumed=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,6 +209,8 @@ def footprint(
     need: Callable[[Run], Need | None],
     told: LayerCost,
     weights: ParamBytes,
+    *,
+    meeting: bool = True,
 ) -> Footprint | None:
     """What a layer adds to a stage, from windows with it and without it; None where the compiler says nothing.
 
@@ -213,6 +220,7 @@ def footprint(
         need: of a window.
         told: the described cost, for what the compiler does not tell apart.
         weights: of the layer's parameters.
+        meeting: whether the update needs all gradients before it uses one up.
     """
     needs = {run: found for run in around.windows if (found := need(run)) is not None}
     if len(needs) < len(around.windows):
@@ -227,6 +235,8 @@ def footprint(
     else:  # what lies between two layers is kept for the second
         kept = max(0.0, grown[1].held - grown[0].held) if grown else alone.held + alone.read
     sums = 0.0 if way.only or not way.summed else weights.grads
+    if way.consumed and meeting:
+        more = max(more, weights.grads)
     returned = 0.0 if way.only else alone.returned  # of a stage's first layer alone
     return Footprint(
         kept_bytes=kept,
@@ -250,7 +260,8 @@ def _described(alone: Need, way: Way, told: LayerCost, weights: ParamBytes) -> F
         return Footprint(
             kept_bytes=alone.held + alone.read, transient_bytes=working + alone.returned, memory_origin="compiled"
         )
-    rest = max(0.0, alone.own - weights.full_grads - (weights.grads if way.looped else 0.0))
+    grads = 0.0 if way.consumed else weights.full_grads
+    rest = max(0.0, alone.own - grads - (weights.grads if way.looped else 0.0))
     kept = min(told.kept_bytes, rest)
     returned = 0.0 if way.only else alone.returned
     return Footprint(kept_bytes=kept, transient_bytes=rest - kept + returned, memory_origin="compiled")

@@ -180,7 +180,8 @@ def cost_model(graph: LayerGraph, cluster: str, source: str, budget_s: float) ->
     described = uniap.local_cluster() if cluster == HERE else load_cluster(cluster)
     if source == "described":
         return uniap.estimate(graph, described), source
-    found = uniap.profile(graph, described, source=source, budget_s=budget_s)
+    given = {"memory_share": 0.0} if source == "compiled" else {}  # what a compiler takes a minute for goes to times
+    found = uniap.profile(graph, described, source=source, budget_s=budget_s, **given)
     origins = ", ".join(f"{count} {origin}" for origin, count in found.counts().items())
     return uniap.estimate(graph, described, found), origins
 

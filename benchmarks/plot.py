@@ -11,7 +11,15 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-COLOURS = {"data": "#9aa5b1", "fsdp": "#6b7c93", "tensor 2": "#b8a27a", "tensor 8": "#8a6d3b", "plan": "#1f7a5c"}
+COLOURS = {
+    "data": "#9aa5b1",
+    "fsdp": "#6b7c93",
+    "tensor 2": "#b8a27a",
+    "tensor 8": "#8a6d3b",
+    "gpipe": "#a58fb5",
+    "parallax": "#6f5a8a",
+    "plan": "#1f7a5c",
+}
 
 
 def read_table(text: str) -> list[dict[str, str]]:
@@ -45,7 +53,7 @@ def draw(rows: Sequence[dict[str, str]], path: Path) -> None:
             mine = milliseconds(row[name])
             hands = [ms for n in COLOURS if n != "plan" and (ms := milliseconds(row[n])) is not None]
             if mine is not None and hands:
-                places.append(i + (j - 2) * width)
+                places.append(i + (j - len(COLOURS) // 2) * width)
                 heights.append(min(mine / min(hands), 4.0))
         axes.bar(places, heights, width, label=name, color=colour)
     axes.axhline(1.0, color="#333333", linewidth=0.8)

@@ -21,6 +21,7 @@ from uniap_jax.core.equal_stages import EqualRun, find_run
 from uniap_jax.core.errors import StrategyError
 from uniap_jax.core.graph import Layer, LayerGraph, Value
 from uniap_jax.core.plan import SCHEDULES
+from uniap_jax.core.profile import LayerCost
 from uniap_jax.core.strategy import Strategy
 from uniap_jax.core.vjp import is_float
 from uniap_jax.core.weights import param_bytes
@@ -169,7 +170,7 @@ class EqualStages:
         if cost.origin == "does_not_fit":
             return None
         share = 1.0 / self._stages if self.run.is_loop else 1.0
-        kept, transient = share * cost.kept_bytes, cost.transient_bytes
+        kept, transient = share * self._kept_bytes(cost), cost.transient_bytes
         if self._turn is not None:  # the loop is kept and recomputed turn by turn
             alone = self._turn.cost(strategy, samples=model.batch_size // pieces)
             if alone is None:
@@ -190,6 +191,12 @@ class EqualStages:
             transient_bytes=transient + once,
             pass_s=handed,
         )
+
+    def _kept_bytes(self, cost: LayerCost) -> float:
+        """Of one micro-batch. A TPU pads what a program hands to another, and not what it keeps for itself."""
+        if self._model.cluster.platform == "tpu" and cost.turned is not None:
+            return min(cost.kept_bytes, cost.turned.kept_bytes)
+        return cost.kept_bytes
 
     def _handed_bytes(self, strategy: Strategy, candidate: Candidate) -> float:
         """What goes from stage to stage: four copies of it, and under GPipe what waits for the way back."""

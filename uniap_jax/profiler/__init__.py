@@ -15,13 +15,13 @@ from uniap_jax.core.described import Describer
 from uniap_jax.core.errors import ProfileError
 from uniap_jax.core.graph import LayerGraph
 from uniap_jax.core.machine import Cluster, usable_cores
-from uniap_jax.core.meeting import gradients_meet
 from uniap_jax.core.profile import SOURCES, Footprint, Key, LayerCost, LinkFit, Profile, Rates
 from uniap_jax.profiler.cache import Cache, default_dir
 from uniap_jax.profiler.calibrate import fill
 from uniap_jax.profiler.compiled import Compiler, measure_cycle
 from uniap_jax.profiler.footprint import Footprinter, Replica, by_variety, replicas_of
 from uniap_jax.profiler.measure import Measurer, measure_machine, measured_describer
+from uniap_jax.profiler.meeting import gradients_meet
 from uniap_jax.profiler.order import Entry, by_value, described, entries
 from uniap_jax.profiler.programs import Arrays
 from uniap_jax.profiler.run import run_entries
@@ -102,7 +102,8 @@ def profile(
         cycle_s = measure_cycle(cluster, next(iter(absent.values())), cache)
         prober, workers = Compiler(describer=describer, devices=absent, cycle_s=cycle_s, cache=cache), usable_cores()
     ranked, deadline_s = by_value(found, describer), start + budget_s
-    footprinter = Footprinter(describer=describer, prober=prober, meeting=gradients_meet(describer.graph))
+    meeting = cluster.platform == "tpu" and gradients_meet(describer.graph)  # elsewhere nothing depends on it
+    footprinter = Footprinter(describer=describer, prober=prober, meeting=meeting)
     sought = by_variety(ranked, describer.graph, cluster.platform)
     asked = None
     if only is not None:

@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import uniap_jax as uniap
-from uniap_jax.core.meeting import gradients_meet
+from uniap_jax.profiler.meeting import gradients_meet
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,7 @@ class Group:
             # the error goes up from here; what waits for dead ranks on the way out must not hold the process
             threading.Thread(target=self._end_later, args=(f"{error}",), daemon=True).start()
             blamed = self._blamed()
-            if blamed is not None and blamed["rank"] != self.rank:
+            if blamed is not None and blamed["rank"] != self.rank and blamed["message"] not in str(error):
                 log.error("rank %d: %s", self.rank, blamed["message"])
                 error.add_note(blamed["message"])
         self.close()

@@ -14,6 +14,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from uniap_jax.runtime.trial import TIMED_STEPS, WARM_STEPS
+
 COLUMN = re.compile(
     r"(qkv|query|key|value|/q/|/k/|/v/|/wi(_\d)?/|up|c_attn|c_fc|fc1|/w1|/w3|gate_proj|up_proj|intermediate/dense).*kernel"
 )
@@ -123,16 +125,21 @@ def program_bytes(analysis: Any) -> int:
 
 
 def time_in_turns(runs: dict[str, ByHand], rounds: int) -> dict[str, float]:
-    """Median seconds per step; the first round warms up."""
+    """Median seconds per step. A turn times a row of steps that follow others of the same contender, as in training.
+
+    The first round warms up.
+    """
     states = {name: run.state for name, run in runs.items()}
     times: dict[str, list[float]] = {name: [] for name in runs}
     names = list(runs)
     for turn in range(rounds + 1):
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            start = time.perf_counter()
-            states[name], metrics = runs[name].step(states[name], runs[name].batch)
-            jax.block_until_ready((states[name], metrics))
-            times[name].append(time.perf_counter() - start)
+            for done in range(WARM_STEPS + TIMED_STEPS):
+                if done == WARM_STEPS:
+                    start = time.perf_counter()
+                states[name], metrics = runs[name].step(states[name], runs[name].batch)
+                jax.block_until_ready((states[name], metrics))
+            times[name].append((time.perf_counter() - start) / TIMED_STEPS)
     return {name: statistics.median(t[1:]) for name, t in times.items()}
 
 

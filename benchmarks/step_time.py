@@ -3,8 +3,9 @@
     python -m benchmarks.step_time                 every model
     python -m benchmarks.step_time gpt unbalanced  some
     python -m benchmarks.step_time --rounds 15 --budget 60
+    python -m benchmarks.step_time --finalists 1   takes the best plan as predicted; by default three are run first
 
-Every contender is compiled once; then each round times one step of each, so that a busy machine hits all alike. A
+Every contender is compiled once; then each round times some steps of each, so that a busy machine hits all alike. A
 contender's figure is its median over that of the best one by hand. GPipe by hand is written for the GPT, whose blocks
 make equal stages. google-parallax (`pip install google-parallax`) lays out the linen models of this repository.
 """
@@ -158,15 +159,15 @@ def contenders(name: str, built: Built, devices: Sequence[jax.Device]) -> dict[s
     return found
 
 
-def planned(built: Built, budget_s: float, memory_limit: str | int) -> tuple[Any, ByHand]:
+def planned(built: Built, memory_limit: str | int, budget_s: float, finalists: int) -> tuple[Any, ByHand]:
     """The plan's step in place."""
     state, train_step, batch = built
-    step = uniap.parallelize(train_step, budget_s=budget_s, memory_limit=memory_limit)
+    step = uniap.parallelize(train_step, budget_s=budget_s, memory_limit=memory_limit, finalists=finalists)
     placed = step.place(jax.tree.map(jnp.copy, state), batch)
     return step.plan, ByHand(step=step, state=placed, batch=batch)
 
 
-def compare(name: str, rounds: int, budget_s: float) -> float | None:
+def compare(name: str, options: argparse.Namespace) -> float | None:
     """One row of the table; the plan's median over the best one by hand."""
     built = MODELS[name]()
     hands = contenders(name, built, jax.devices())
@@ -177,11 +178,11 @@ def compare(name: str, rounds: int, budget_s: float) -> float | None:
         limit = int(TIGHT * min(peaks.values()))
         running = {}
     try:
-        plan, made = planned(built, budget_s, limit)
+        plan, made = planned(built, limit, options.budget, options.finalists)
     except UniapError as error:
         row(name, *(["-"] * 7), f"no plan: {str(error)[:80]}", "")
         return None
-    medians = time_in_turns({**running, "plan": made}, rounds)
+    medians = time_in_turns({**running, "plan": made}, options.rounds)
     best = min((medians[n] for n in running), default=None)
     cells = [f"{medians[n] * 1e3:.0f}" if n in medians else _why_not(n, hands, peaks, limit) for n in hands]
     strategies = sorted({str(layer.strategy) for layer in plan.layers})
@@ -206,13 +207,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("models", nargs="*", default=list(MODELS))
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--budget", type=float, default=60.0, help="seconds of profiling per model")
+    parser.add_argument("--finalists", type=int, default=3, help="plans that are run before one is chosen")
     options = parser.parse_args(argv)
     say(f"{made_on(('jax', 'flax', 'numpy'))} Medians of {options.rounds} rounds, ms per step.")
     head(
         "model", "data", "fsdp", "tensor 2", "tensor 8", "gpipe", "parallax", "plan", "plan / best by hand",
         "what the plan is",
     )  # fmt: skip
-    ratios = [r for r in (compare(name, options.rounds, options.budget) for name in options.models) if r is not None]
+    ratios = [r for r in (compare(name, options) for name in options.models) if r is not None]
     if ratios:
         mean = math.exp(statistics.fmean(math.log(r) for r in ratios))
         say(f"\nGeometric mean of plan / best by hand: {mean:.3f}, worst {max(ratios):.3f}.")

@@ -2,34 +2,29 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import statistics
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import jax
-import numpy as np
 
 from uniap_jax.api import compile_plan, solve
 from uniap_jax.core.absent import absent_devices
 from uniap_jax.core.cluster import Cluster
 from uniap_jax.core.costs import CostModel
-from uniap_jax.core.errors import ExecutionError, InfeasibleError, NoPlanInTimeError, OptionError, StrategyError
+from uniap_jax.core.errors import InfeasibleError, NoPlanInTimeError, OptionError, StrategyError
 from uniap_jax.core.graph import LayerGraph
 from uniap_jax.core.plan import Plan
 from uniap_jax.core.strategy import enumerate_strategies
 from uniap_jax.cost_model import TableModel
 from uniap_jax.profiler.pace import Pace
 from uniap_jax.runtime import ParallelStep
+from uniap_jax.runtime.trial import FAILURES, Trial
 from uniap_jax.runtime.verify import verify
 
-FAILURES = (ExecutionError, StrategyError, jax.errors.JaxRuntimeError)
-"""What a plan that cannot be compiled or run raises."""
 SEARCH_TIME_S = 5.0
-WARM_STEPS, TIMED_STEPS = 2, 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,8 +218,7 @@ def accuracy(
     """Runs many plans in turn and compares what they take with what was predicted.
 
     Every round times some steps of each plan, so that what else the machine does meanwhile falls on all of them alike.
-    They follow other steps of the same plan, as in training: one that follows a step of another plan finds none of its
-    memory at hand, and has been seen to take a third longer for it.
+    They follow other steps of the same plan, as in training.
 
     Args:
         graph: the captured step.
@@ -238,35 +232,26 @@ def accuracy(
         InfeasibleError: nothing fits.
     """
     here = list(jax.devices() if devices is None else devices)
-    flat = _on_leaves(graph)
-    state, batch = graph.step.flatten(*args)
-    rows, steps = [], dict[int, Any]()
-    states: dict[int, list[Any]] = {}
+    leaves = graph.step.flatten(*args)
+    rows, trials = [], dict[int, Trial]()
     for i, plan in enumerate(diverse_plans(costs, num_plans)):
-        step = compile_plan(flat, plan, devices=here)
+        step = compile_plan(graph, plan, devices=here)
         row = _compiled(step, chosen=i == 0)
         try:
             if rounds and not row.problem:
-                states[i] = _next(step, step.place([_copy(x) for x in state], batch), batch)
-                steps[i] = step
+                trials[i] = Trial(step, *leaves)
+                trials[i].once()
         except FAILURES as error:
+            trials.pop(i, None)
             row = replace(row, problem=str(error).splitlines()[0])
         rows.append(row)
-    seconds: dict[int, list[float]] = {i: [] for i in steps}
+    seconds: dict[int, list[float]] = {i: [] for i in trials}
     pace_s = costs.profile.rates.pace_s if costs.profile else 0.0
-    pace = Pace(here, pace_s) if pace_s and steps else None
+    pace = Pace(here, pace_s) if pace_s and trials else None
     paces = []
-
-    def timed(i: int) -> float:
-        for done in range(WARM_STEPS + TIMED_STEPS):
-            if done == WARM_STEPS:
-                start = time.perf_counter()
-            states[i] = _next(steps[i], states[i], batch)
-        return (time.perf_counter() - start) / TIMED_STEPS
-
     for _ in range(rounds):
-        for i in steps:
-            taken, ratio = pace.steadily(functools.partial(timed, i)) if pace else (timed(i), 1.0)
+        for i, trial in trials.items():
+            taken, ratio = pace.steadily(trial.seconds) if pace else (trial.seconds(), 1.0)
             paces.append(ratio)
             seconds[i].append(taken / ratio)
     for i, each in seconds.items():
@@ -276,21 +261,6 @@ def accuracy(
     return AccuracyReport(
         plans=tuple(rows), source=costs.source, pace=statistics.median(paces or [1.0]), notes=costs.notes
     )
-
-
-def _copy(leaf: Any) -> Any:
-    """The step gives its state's buffers up, and may be placed on the device where the caller's lie."""
-    return leaf.copy() if isinstance(leaf, jax.Array | np.ndarray) else leaf
-
-
-def _next(step: ParallelStep, state: list[Any], batch: Sequence[Any]) -> list[Any]:
-    """The state after one step that has ended."""
-    outputs = jax.block_until_ready(step(state, batch))
-    following = list(state)
-    for leaf, value in zip(step.graph.step.output_leaf, outputs, strict=True):
-        if leaf is not None:
-            following[leaf] = value
-    return following
 
 
 def absent_accuracy(graph: LayerGraph, costs: CostModel, cluster: Cluster, *, num_plans: int = 20) -> AccuracyReport:
@@ -314,17 +284,6 @@ def absent_accuracy(graph: LayerGraph, costs: CostModel, cluster: Cluster, *, nu
     plans = diverse_plans(costs, num_plans)
     rows = [_compiled(compile_plan(graph, p, devices=devices_of(p)), chosen=i == 0) for i, p in enumerate(plans)]
     return AccuracyReport(plans=tuple(rows), source=costs.source, notes=costs.notes)
-
-
-def _on_leaves(graph: LayerGraph) -> LayerGraph:
-    """The same step on flat leaves: `step(state leaves, batch leaves) -> outputs`."""
-    step = replace(
-        graph.step,
-        flatten=lambda state, batch: (list(state), list(batch)),
-        unflatten=lambda outputs, *_: list(outputs),
-        state_result=list,
-    )
-    return replace(graph, step=step, microbatch=lambda count: replace(graph.microbatch(count), step=step))
 
 
 def report_lines(report: AccuracyReport) -> Iterator[str]:

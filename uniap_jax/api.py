@@ -117,7 +117,7 @@ class Parallelized:
         plan = next((p.plan for p in self._planned if p.graph.fingerprint == graph.fingerprint), self._options.plan)
         if self._planned and plan is None:
             log.info("planning again for batch %s: the call differs from those planned before", graph.batch_size)
-        self._planned.append(plan_graph(graph, plan, self._options))
+        self._planned.append(plan_graph(graph, plan, self._options, args))
         return self._planned[-1]
 
     @property
@@ -211,6 +211,7 @@ def parallelize(
     strategy: Strategy | str | None = None,
     pin: Pinning | None = None,
     top_k: int = 1,
+    finalists: int = 1,
     memory_limit: str | int = "90%",
     time_limit_s: float = 60.0,
     budget_s: float = 120.0,
@@ -249,6 +250,9 @@ def parallelize(
         strategy: pins every layer where legal, for example "data=2,tensor=2"; the nearest legal one elsewhere.
         pin: fixes strategy or stage of layers by name, for example {"block_*": "tensor=2", "embed": 0}.
         top_k: how many plans to find; the others are `plan.certificate.alternatives`.
+        finalists: how many plans are compiled, and run a few steps on copies of the state, before the fastest that fits
+            is taken: the best plan and the best of other numbers of stages, if predicted within half as long again.
+            1 compiles the best plan alone. `plan.certificate.notes` says how each fared.
         memory_limit: share of a device's memory ("90%") or bytes.
         time_limit_s: seconds for a search; after measuring what its plan rests on another may follow.
         budget_s: seconds for profiling.
@@ -290,6 +294,7 @@ def parallelize(
         strategy=None if strategy is None else parse_strategy(strategy),
         pin=pin,
         top_k=top_k,
+        finalists=finalists,
         memory_limit=memory_limit,
         time_limit_s=time_limit_s,
         budget_s=budget_s,

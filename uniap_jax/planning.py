@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, Literal
 
 import jax
@@ -14,7 +15,7 @@ import jax
 from uniap_jax import cost_model, frontend, planner, profiler, runtime
 from uniap_jax.core.cluster import Cluster, local_cluster
 from uniap_jax.core.costs import CostModel
-from uniap_jax.core.errors import PlanMismatchError
+from uniap_jax.core.errors import InfeasibleError, NoPlanInTimeError, OptionError, PlanMismatchError
 from uniap_jax.core.graph import LayerGraph
 from uniap_jax.core.plan import Plan
 from uniap_jax.core.profile import Key, Profile
@@ -23,6 +24,7 @@ from uniap_jax.cost_model import TableModel
 from uniap_jax.planner import Pinning
 from uniap_jax.runtime import ParallelStep
 from uniap_jax.runtime.processes import Everyone, Group, Speakers, agree_on_plan, agree_on_program
+from uniap_jax.runtime.trial import try_out
 from uniap_jax.runtime.verify import warn
 
 log = logging.getLogger("uniap_jax")
@@ -33,6 +35,8 @@ ROUND_SHARE = 0.5
 """Of what is left of it, what a round may take that measures what the last plan rests on."""
 ROUNDS = 5
 """Such rounds, each followed by a search."""
+FAR = 1.5
+"""Plans predicted so many times as long as the best are not tried out."""
 
 Price = Callable[[Sequence[Key] | None, float], TableModel]
 """Costs, with only the given entries measured (with any where None) in so many seconds; what was measured is kept."""
@@ -93,6 +97,7 @@ class Options:
     strategy: Strategy | None
     pin: Pinning | None
     top_k: int
+    finalists: int
     memory_limit: str | int
     time_limit_s: float
     budget_s: float
@@ -102,19 +107,37 @@ class Options:
     progress: Callable[..., None] | None
 
 
-def plan_graph(graph: LayerGraph, plan: Plan | None, options: Options) -> ParallelStep:
-    """Compiles a plan for a traced step, found first where there is none."""
+def plan_graph(graph: LayerGraph, plan: Plan | None, options: Options, args: Sequence[Any] = ()) -> ParallelStep:
+    """Compiles a plan for a traced step, found first where there is none.
+
+    Args:
+        graph: the step.
+        plan: what to compile; None searches.
+        options: what was asked for.
+        args: of the call that is planned for, arrays or shapes; finalists are run on copies of them.
+    """
     for note in graph.notes:
         log.info("%s", note)
     started = time.perf_counter()
     speakers = _speakers(options)
-    given = plan
+
+    def compiled(plan: Plan) -> ParallelStep:
+        return compile_plan(graph, plan, options.cluster, devices=options.devices, donate=options.donate)
+
+    def found() -> Sequence[Plan]:
+        return [plan] if plan is not None else find_plans(graph, options)
+
     if speakers is None:
-        plan = given or find_plan(graph, options)
+        step = best_of(found(), compiled, graph.step.flatten(*args) if args else None)
+    elif options.finalists > 1:
+        raise OptionError(
+            f"finalists={options.finalists}: plans are tried out by one process, and this job has several; leave it at "
+            "1, or try plans out on one host and hand the best to every process with plan=",
+            finalists=options.finalists,
+        )
     else:
-        plan = agree_on_plan(speakers, lambda: given or find_plan(graph, options), fingerprint=graph.fingerprint)
+        step = compiled(agree_on_plan(speakers, lambda: found()[0], fingerprint=graph.fingerprint))
     log.info("planned in %.1f s", time.perf_counter() - started)
-    step = compile_plan(graph, plan, options.cluster, devices=options.devices, donate=options.donate)
     if speakers is not None:
         agree_on_program(speakers, {p.name: p.lowered for p in step.programs})
     if options.verify:
@@ -129,13 +152,73 @@ def _speakers(options: Options) -> Speakers | None:
     return options.processes or (None if alone else Everyone())
 
 
-def find_plan(graph: LayerGraph, options: Options) -> Plan:
-    """Profile, estimate and solve for a traced step."""
-    return settled(
-        lambda only, seconds: price_graph(graph, options, seconds, only),
-        lambda model: solve_for(model, options),
-        options.budget_s,
-    )
+def find_plans(graph: LayerGraph, options: Options) -> Sequence[Plan]:
+    """Profile, estimate and solve for a traced step: the best plan, and other finalists where they are asked for."""
+    fixed = {"num_stages": options.num_stages, "num_microbatches": options.num_microbatches}
+
+    def plans_of(model: TableModel) -> list[Plan]:
+        return finalists(functools.partial(solve_for, model, options), model, options.finalists, fixed=fixed)
+
+    return informed(lambda only, seconds: price_graph(graph, options, seconds, only), plans_of, options.budget_s)[1]
+
+
+def finalists(
+    solve_for: Callable[..., Plan], model: CostModel, number: int, *, fixed: Mapping[str, Any] = MappingProxyType({})
+) -> list[Plan]:
+    """The best plan, and the best ones of other numbers of stages, the fastest first.
+
+    Plans whose predicted times lie within the error of a prediction are told apart by running them, and those that
+    differ in this differ most. Where the stages are fixed, plans differ in their micro-batches.
+
+    Args:
+        solve_for: `solve_for(**pins)`, the search.
+        model: the costs it searches with.
+        number: of plans; fewer where others are predicted FAR times as long as the best.
+        fixed: `num_stages` and `num_microbatches` as they are pinned, "auto" where they are not.
+
+    Raises:
+        OptionError: a number below 1.
+    """
+    if number < 1:
+        raise OptionError(f"finalists={number!r} is not possible; ask for at least one plan", finalists=number)
+    best, others = solve_for(), list[Plan]()
+    free = [name for name in ("num_stages", "num_microbatches") if fixed.get(name, "auto") == "auto"]
+    if number == 1 or not free:
+        return [best]
+    vary = free[0]
+    for value in sorted({getattr(c, vary) for c in model.candidates()} - {getattr(best, vary)}):
+        try:
+            others.append(solve_for(**{vary: value}, baselines=False, why=False))
+        except (InfeasibleError, NoPlanInTimeError, OptionError):
+            continue  # nothing of that kind fits, or what else is fixed rules it out
+    near = [p for p in others if p.prediction.step_time_s <= FAR * best.prediction.step_time_s]
+    return [best, *sorted(near, key=lambda plan: plan.prediction.step_time_s)][:number]
+
+
+def best_of(
+    plans: Sequence[Plan],
+    compiled: Callable[[Plan], ParallelStep],
+    leaves: tuple[Sequence[Any], Sequence[Any]] | None,
+) -> ParallelStep:
+    """The step of the plan that runs fastest among those that fit as compiled; with one plan, nothing is tried out.
+
+    Args:
+        plans: the best as predicted first.
+        compiled: the programs of a plan.
+        leaves: of state and batch; None where nothing can run, and the first that fits is taken.
+    """
+    if len(plans) == 1:
+        return compiled(plans[0])
+    tried = try_out(plans, compiled, leaves)
+    fit = [t for t in tried if not t.problem] or [tried[0]]
+    best = min(fit, key=lambda t: t.seconds)
+    told = "; ".join(f"{t} (chosen)" if t is best else str(t) for t in tried)
+    step = best.step or compiled(best.plan)  # says what is wrong where not even one compiles
+    proof, seconds = plans[0].certificate, best.plan.prediction.step_time_s
+    if best.plan is not plans[0]:  # what was proved is said of the plan predicted to be the fastest
+        gap = max(0.0, (seconds - proof.bound_s) / seconds) if seconds > 0 else 0.0
+        proof = replace(proof, status="feasible", gap=gap, binding=(), what_ifs=(), alternatives=())
+    return step.with_certificate(replace(proof, notes=(*proof.notes, f"{len(tried)} finalists were tried out: {told}")))
 
 
 def settled(price: Price, solve: Callable[[TableModel], Plan], budget_s: float) -> Plan:
@@ -207,20 +290,20 @@ def solve(costs: CostModel, **options: Any) -> Plan:
     return cost_model.with_memory_parts(costs, plan) if isinstance(costs, TableModel) else plan
 
 
-def solve_for(model: CostModel, options: Options) -> Plan:
-    """The best plan under the options."""
-    return solve(
-        model,
-        time_limit_s=options.time_limit_s,
-        num_stages=options.num_stages,
-        num_microbatches=options.num_microbatches,
-        schedule=options.schedule,
-        executor=possible_executor(options.executor, cluster_of(options)),
-        strategy=options.strategy,
-        pin=options.pin,
-        top_k=options.top_k,
-        progress=options.progress,
-    )
+def solve_for(model: CostModel, options: Options, **pins: Any) -> Plan:
+    """The best plan under the options, some of them replaced."""
+    asked = {
+        "time_limit_s": options.time_limit_s,
+        "num_stages": options.num_stages,
+        "num_microbatches": options.num_microbatches,
+        "schedule": options.schedule,
+        "executor": possible_executor(options.executor, cluster_of(options)),
+        "strategy": options.strategy,
+        "pin": options.pin,
+        "top_k": options.top_k,
+        "progress": options.progress,
+    }
+    return solve(model, **{**asked, **pins})
 
 
 def cluster_of(options: Options) -> Cluster:

@@ -81,8 +81,8 @@ def test_rows_and_ticks(graph: Any) -> None:
 
 def test_one_f_one_b_holds_less(graph: Any) -> None:
     gpipe, other = (Candidate(num_stages=4, num_microbatches=8, schedule=s) for s in ("gpipe", "one_f_one_b"))
-    assert kept_microbatches(gpipe) == 12
-    assert kept_microbatches(other) == 8
+    assert kept_microbatches(gpipe, in_place=False) == 12
+    assert kept_microbatches(other, in_place=False) == 8
     costs = estimate(graph, CLUSTER)
     tables = [costs.equal_tables(c) for c in (gpipe, other)]
     assert (tables[0].memory_bytes >= tables[1].memory_bytes).all()
@@ -90,6 +90,22 @@ def test_one_f_one_b_holds_less(graph: Any) -> None:
     np.testing.assert_array_equal(tables[0].time_s[run:], tables[1].time_s[run:])
     assert (tables[0].time_s[:run] <= tables[1].time_s[:run]).all()  # what is before the run runs in bubbles too
     assert tables[0].time_s[after].max() > 0
+
+
+def test_tpus_copy_neither_gradients_nor_parameters_nor_what_is_kept(graph: Any) -> None:
+    candidate = Candidate(num_stages=2, num_microbatches=2, schedule="gpipe")
+    cpu, tpu = (
+        estimate(graph, replace(CLUSTER, platform=platform)).equal_tables(candidate) for platform in ("cpu", "tpu")
+    )
+    slot, k, scattered = cpu.run + 1, *(cpu.strategies.index(s) for s in (Strategy(data=4), Strategy(fsdp=4)))
+    layer = graph.layers[find_run(graph, 2).first]
+    weights = sum(graph.params[p].nbytes for p in layer.params)
+    kept = estimate(graph, CLUSTER).layer_cost(layer.index, Strategy(data=4), num_microbatches=2).kept_bytes
+    assert cpu.allowed[slot, [k, scattered]].all()
+    less = cpu.memory_bytes[slot, k] - tpu.memory_bytes[slot, k]
+    assert less == pytest.approx(2 * weights + kept)  # a tick's gradients, stacked parameters, what was just made
+    whole = cpu.transient_bytes[slot, scattered] - tpu.transient_bytes[slot, scattered]
+    assert whole == pytest.approx(weights)  # of one layer, before they are scattered
 
 
 def test_slots_take_strategies_of_their_own_where_memory_is_short(graph: Any) -> None:

@@ -173,6 +173,19 @@ def _solving() -> _Parser:
     return group
 
 
+def _trying() -> _Parser:
+    group = _Parser(add_help=False)
+    group.add_argument(
+        "--finalists",
+        type=_count,
+        default=1,
+        metavar="N",
+        help="compile the best plans of N numbers of stages, run those that fit, and take the fastest (default 1: the "
+        "best as predicted); with --topology they are compiled only",
+    )
+    return group
+
+
 def _add_pages(verb: _Parser, what: str) -> None:
     verb.add_argument("--html", metavar="FILE", help=f"write {what} as a self-contained page")
     verb.add_argument("--trace", metavar="FILE", help="write the step in time for ui.perfetto.dev")
@@ -180,7 +193,7 @@ def _add_pages(verb: _Parser, what: str) -> None:
 
 def make_parser() -> _Parser:
     """The parser of `uniap-jax`."""
-    step, profiling, pinning, solving = _step(), _profiling(), _pinning(), _solving()
+    step, profiling, pinning, solving, trying = _step(), _profiling(), _pinning(), _solving(), _trying()
     parser = _Parser(
         prog="uniap-jax",
         description="Finds a parallel plan for a JAX train step by one joint optimisation, and runs it.",
@@ -202,7 +215,7 @@ def make_parser() -> _Parser:
     profile = add("profile", [step, profiling], "Measure layers and links")
     profile.add_argument("--out", metavar="FILE", help="save the profile")
     profile.add_argument("--redact", action="store_true", help=REDACT)
-    plan = add("plan", [step, profiling, pinning, solving], "Find the fastest plan that fits, with its proof")
+    plan = add("plan", [step, profiling, pinning, solving, trying], "Find the fastest plan that fits, with its proof")
     plan.add_argument("--out", metavar="FILE", help="save the plan")
     plan.add_argument("--redact", action="store_true", help=REDACT)
     plan.add_argument("--top-k", type=_count, default=1, metavar="K", help="find the K best plans (default 1)")
@@ -227,7 +240,7 @@ def make_parser() -> _Parser:
     solve.add_argument("--engine", default="interval", help="interval (default) or another engine by name")
     solve.add_argument("--time-limit", type=_seconds, default=60.0, metavar="SECONDS", help="(default 60)")
     solve.add_argument("--solver", choices=("cbc", "highs"), default="cbc", help="(default cbc)")
-    run = add("run", [step, profiling, pinning, solving], "Train under a plan")
+    run = add("run", [step, profiling, pinning, solving, trying], "Train under a plan")
     run.add_argument("--plan", metavar="FILE", help="use this plan instead of searching one")
     run.add_argument("--steps", type=_count, default=10, metavar="N", help="training steps (default 10)")
     run.add_argument("--tensorboard", metavar="DIR", help="write metrics and step times there (extra: report)")

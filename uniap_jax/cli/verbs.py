@@ -28,11 +28,12 @@ from uniap_jax.core.serialize import load, plan_to_json, profile_to_json, redact
 from uniap_jax.core.strategy import parse_strategy
 from uniap_jax.core.topology import load_cluster
 from uniap_jax.cost_model import TableModel, estimate
-from uniap_jax.planning import informed, possible_executor, settled
+from uniap_jax.planning import best_of, finalists, informed, possible_executor
 from uniap_jax.report import table
 from uniap_jax.report.facts import print_check, print_facts, print_profile, print_verify
 from uniap_jax.report.scalars import step_scalars, write_scalars
 from uniap_jax.report.trace import write_trace
+from uniap_jax.runtime import ParallelStep
 from uniap_jax.runtime.verify import verify
 
 BUDGETS_S = {"measured": 120.0, "compiled": 480.0, "described": 120.0}
@@ -94,19 +95,27 @@ def profile(options: Namespace, output: Output) -> int:
 
 def plan(options: Namespace, output: Output) -> int:
     """The fastest plan that fits, with its proof."""
-    graph, cluster = _trace(options), _cluster(options)
-    if options.verify and options.topology:
+    state, train_step, batch = load_build(options.step)()
+    graph, cluster = uniap.trace(train_step, state, batch, unfold_scans=options.unfold_scans), _cluster(options)
+    if (options.verify or options.finalists > 1) and options.topology:
         absent_devices(cluster)  # says what is missing before anything is searched
-    found = _plan(options, graph, cluster, top_k=options.top_k)
+    plans, step = _plans(options, graph, cluster, top_k=options.top_k), None
+
+    def compiled(plan: Plan) -> ParallelStep:
+        parts = 1 if plan.executor == "program" else plan.num_stages
+        devices = absent_devices(cluster, parts) if options.topology else None
+        return uniap.compile_plan(graph, plan, cluster, devices=devices)
+
+    if options.verify or len(plans) > 1:
+        step = best_of(plans, compiled, None if options.topology else graph.step.flatten(state, batch))
+    found = step.plan if step else plans[0]
     if options.out:
         save(redacted(found) if options.redact else found, options.out)
         say(f"saved {options.out}")
     facts = plan_facts(found)
     output.people(lambda stream: table.print_plan(found, stream))
-    if options.verify:
-        parts = 1 if found.executor == "program" else found.num_stages
-        devices = absent_devices(cluster, parts) if options.topology else None
-        facts["verify"] = verify(uniap.compile_plan(graph, found, cluster, devices=devices)).to_dict()
+    if options.verify and step:
+        facts["verify"] = verify(step).to_dict()
         output.people(lambda stream: print_verify(facts["verify"], stream))
     output.result(facts)
     return OK
@@ -209,9 +218,10 @@ def run(options: Namespace, output: Output) -> int:
     state, train_step, batch = load_build(options.step)()
     cluster = _cluster(options)
     graph = uniap.trace(train_step, state, batch, unfold_scans=options.unfold_scans)
-    chosen = _load(options.plan) if options.plan else _plan(options, graph, cluster)
-    step = uniap.compile_plan(graph, chosen, cluster)
-    state = step.place(state, batch)
+    plans = [_load(options.plan)] if options.plan else _plans(options, graph, cluster)
+    leaves = graph.step.flatten(state, batch)
+    step = best_of(plans, lambda plan: uniap.compile_plan(graph, plan, cluster), leaves)
+    chosen, state = step.plan, step.place(state, batch)
     monitor = follow(step) if options.html or options.trace else None
     seconds, history, live = [], [], []
     for _ in range(options.steps):
@@ -339,19 +349,23 @@ def _layer_pins(pairs: Sequence[tuple[str, str]]) -> dict[str, str]:
     return pins
 
 
-def _plan(options: Namespace, graph: LayerGraph, cluster: Cluster, *, top_k: int = 1) -> Plan:
-    pins = {**_pins(options), "executor": possible_executor(options.executor, cluster)}
+def _plans(options: Namespace, graph: LayerGraph, cluster: Cluster, *, top_k: int = 1) -> Sequence[Plan]:
+    """The best plan, then the other finalists that were asked for."""
+    pins = {**_pins(options), "executor": possible_executor(options.executor, cluster), "top_k": top_k}
 
     def price(only: Sequence[Key] | None, seconds: float) -> TableModel:
         # described numbers are made as the search asks for them
         found = None if _source(options) == "described" else _profile(options, graph, cluster, seconds, only)
         return estimate(graph, cluster, found)
 
-    def solve_for(costs: TableModel) -> Plan:
-        with search_bar() as progress:
-            return uniap.solve(costs, time_limit_s=options.time_limit, progress=progress, top_k=top_k, **pins)
+    def plans_of(costs: TableModel) -> list[Plan]:
+        def solve_for(**fixed: Any) -> Plan:
+            with search_bar() as progress:
+                return uniap.solve(costs, time_limit_s=options.time_limit, progress=progress, **{**pins, **fixed})
 
-    return settled(price, solve_for, _budget_s(options))
+        return finalists(solve_for, costs, options.finalists, fixed=pins)
+
+    return informed(price, plans_of, _budget_s(options))[1]
 
 
 def _load(path: str) -> Plan:

@@ -54,13 +54,15 @@ class Boundary:
     still_bytes: float
 
 
-def kept_microbatches(candidate: Candidate) -> int:
+def kept_microbatches(candidate: Candidate, *, in_place: bool) -> int:
     """Micro-batches whose kept values a device holds: GPipe one a tick, 1F1B those between their two passes.
 
-    1F1B has min(2P - 1, c + 1) places. Under both, what the forward pass has just made stands beside what is stored.
+    1F1B has min(2P - 1, c + 1) places. Under both, what the forward pass has just made stands beside what is stored,
+    unless it is written in place.
     """
     stages, pieces = candidate.num_stages, candidate.num_microbatches
-    return 1 + (pieces + stages - 1 if candidate.schedule == "gpipe" else min(2 * stages - 1, pieces + 1))
+    places = pieces + stages - 1 if candidate.schedule == "gpipe" else min(2 * stages - 1, pieces + 1)
+    return places if in_place else places + 1
 
 
 def boundary(graph: LayerGraph, run: EqualRun, num_stages: int) -> Boundary:
@@ -91,6 +93,9 @@ class EqualStages:
 
     def __init__(self, model: Numbers, num_stages: int) -> None:
         self._model, self._stages = model, num_stages
+        # the TPU compiler keeps values where they are stored, adds gradients where their sums lie, and reads parameters
+        # where they lie; others copy first
+        self._in_place = model.cluster.platform == "tpu"
         self.run = find_run(model.graph, num_stages)
         self._boundary = boundary(model.graph, self.run, num_stages)
         self._turn = TurnCosts(model, self.run.first) if self.run.is_loop else None
@@ -184,17 +189,18 @@ class EqualStages:
         handed = self._pass_s(strategy, candidate) if layer.index == self.run.first else 0.0
         held = self._handed_bytes(strategy, candidate) if layer.index == self.run.first else 0.0
         state, grads, stacked, once = self._kept(layer, strategy, self._run_state)
+        in_flight = kept_microbatches(candidate, in_place=self._in_place)
         return Row(
             time_s=num_ticks(candidate) * (share * (cost.time_s + cost.sync_s) + handed),
             iteration_s=share * model.update_s(layer, strategy),
-            memory_bytes=share * (state + grads + stacked) + kept_microbatches(candidate) * kept + held,
+            memory_bytes=share * (state + grads + stacked) + in_flight * kept + held,
             transient_bytes=transient + once,
             pass_s=handed,
         )
 
     def _kept_bytes(self, cost: LayerCost) -> float:
         """Of one micro-batch. A TPU pads what a program hands to another, and not what it keeps for itself."""
-        if self._model.cluster.platform == "tpu" and cost.turned is not None:
+        if self._in_place and cost.turned is not None:
             return min(cost.kept_bytes, cost.turned.kept_bytes)
         return cost.kept_bytes
 
@@ -212,21 +218,23 @@ class EqualStages:
 
         Last, of one layer or turn, gradients before they are scattered and added to the sums.
         """
-        state = self._model.state
-        turn = self._turn
+        state, turn = self._model.state, self._turn
         shares = turn.shares(strategy, len(layer.params)) if turn else self._model.shares(layer, strategy)
         casts = (turn.cast,) * len(layer.params) if turn else cast_shares(layer)
-        kept = grads = stacked = 0.0
+        kept = sums = grads = stacked = 0.0
         for i, p in enumerate(layer.params):
             work, stored = state.work[p], state.param[p]
             kept += stored * shares.stored[i] + state.optimizer[p] * shares.optimizer[i]
-            grads += (_summed(self._model.graph.params[p]) + work) * shares.grads[i]
+            sums += _summed(self._model.graph.params[p]) * shares.grads[i]
+            grads += work * shares.grads[i]
             copy = casts[i]  # a loop runs over the user's own array unless it casts it first
-            if not copy and (not stored or not self.run.is_loop):
+            if not copy and not self._in_place and (not stored or not self.run.is_loop):
                 copy = 1.0
             stacked += copy * work * shares.stored[i]
+        if self._in_place:
+            return kept, sums, stacked, 0.0
         alone = param_bytes(turn.graph, turn.layer, strategy) if turn else self._model.weights(layer, strategy)
-        return kept, grads, stacked, alone.full_grads
+        return kept, sums + grads, stacked, alone.full_grads
 
     def _pass_s(self, strategy: Strategy, candidate: Candidate) -> float:
         """One tick's hand-over: to the next stage and back, from the outside in and from the run out."""

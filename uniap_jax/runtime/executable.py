@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import jax
@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from uniap_jax.core.errors import OUT_OF_MEMORY, ExecutionError
 from uniap_jax.core.graph import LayerGraph
 from uniap_jax.core.jax_compat import no_mesh
-from uniap_jax.core.plan import Plan
+from uniap_jax.core.plan import Certificate, Plan
 from uniap_jax.core.plan_text import format_bytes
 from uniap_jax.runtime.evaluate import OnAllDevices, Spreader, spread
 from uniap_jax.runtime.programs import Program
@@ -70,7 +70,7 @@ class ParallelStep:
     """
 
     def __init__(self, graph: LayerGraph, homes: Homes, run: Executor, *, donated: Sequence[int]) -> None:
-        self._graph, self._homes, self._run = graph, homes, run
+        self._graph, self._homes, self._run, self._donated = graph, homes, run, tuple(donated)
         self._place = Placer(graph.step.state, homes.state_shardings, donated)
         self._spread: Spreader | None = None
 
@@ -78,6 +78,11 @@ class ParallelStep:
     def plan(self) -> Plan:
         """The decisions."""
         return self._homes.plan
+
+    def with_certificate(self, certificate: Certificate) -> ParallelStep:
+        """The same programs, with another account of how their plan was found."""
+        homes = replace(self._homes, plan=replace(self.plan, certificate=certificate))
+        return ParallelStep(self._graph, homes, self._run, donated=self._donated)
 
     @property
     def graph(self) -> LayerGraph:
@@ -96,15 +101,22 @@ class ParallelStep:
             PlanMismatchError: the arguments have another structure or other shapes than planned for.
             ExecutionError: the state was given up to an earlier call, or the devices have too little memory.
         """
-        state, batch = self._graph.step.flatten(*args)
+        return self._graph.step.unflatten(self.on_leaves(*self._graph.step.flatten(*args)), *args)
+
+    def on_leaves(self, state: Sequence[Any], batch: Sequence[Any]) -> list[Any]:
+        """One training step on the leaves of state and batch, in flat order; returns the leaves of its outputs.
+
+        Raises:
+            PlanMismatchError: a leaf has another shape than planned for.
+            ExecutionError: the state was given up to an earlier call, or the devices have too little memory.
+        """
         try:
             with no_mesh():
-                outputs = self._run(self._place(state), self._placed_batch(batch))
+                return self._run(self._place(state), self._placed_batch(batch))
         except jax.errors.JaxRuntimeError as error:
             if OUT_OF_MEMORY not in str(error):
                 raise
             raise _out_of_memory(self.plan, str(error).splitlines()[0]) from error
-        return self._graph.step.unflatten(outputs, *args)
 
     def _placed_batch(self, batch: Sequence[Any]) -> list[Any]:
         """Batch leaves as the programs want them: an array on other devices is moved, numpy goes in as it is."""
@@ -115,8 +127,12 @@ class ParallelStep:
     def place(self, *args: Any) -> Any:
         """The non-batch arguments laid out as planned, in the user's structure; a tuple where there are several."""
         state, _ = self._graph.step.flatten(*args)
+        return self._graph.step.state_result(self.place_leaves(state))
+
+    def place_leaves(self, state: Sequence[Any]) -> list[Any]:
+        """The leaves of the state, in flat order, laid out as planned; those that lie so already are the same."""
         with no_mesh():
-            return self._graph.step.state_result(self._place(state, quiet=True))
+            return self._place(state, quiet=True)
 
     def init(self, create_state: Callable[..., Any], *args: Any) -> Any:
         """A new state that is sharded from the start: no device computes or holds more than what it keeps.

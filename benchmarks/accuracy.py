@@ -38,6 +38,7 @@ from uniap_jax.accuracy import absent_accuracy, accuracy, diverse_plans, report_
 from uniap_jax.core.profile import Key
 from uniap_jax.cost_model import TableModel, estimate
 from uniap_jax.planning import informed
+from uniap_jax.profiler import MEMORY_SHARE
 
 GPT = demo_gpt.Size(num_layers=4, width=128, num_heads=4, sequence=64, batch=32)
 MIDDLE = demo_gpt.Size(num_layers=6, width=256, num_heads=4, sequence=256, batch=64)
@@ -114,10 +115,10 @@ def compare(name: str, options: argparse.Namespace) -> None:
     graph = uniap.trace(train_step, state, batch)
     cluster = uniap.load_cluster(options.topology) if options.topology else uniap.local_cluster()
     source = "compiled" if options.topology else "measured"
+    share = MEMORY_SHARE if options.rounds and not options.topology else 1.0  # where nothing runs, memory is all
 
     def price(only: Sequence[Key] | None, seconds: float) -> TableModel:
-        given = {"memory_share": 1.0} if not options.rounds and source == "measured" else {}
-        found = uniap.profile(graph, cluster, source=source, budget_s=seconds, only=only, **given)
+        found = uniap.profile(graph, cluster, source=source, budget_s=seconds, only=only, memory_share=share)
         return estimate(graph, cluster, found)
 
     costs, _ = informed(price, lambda model: diverse_plans(model, options.plans), options.budget)

@@ -21,6 +21,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -160,11 +161,16 @@ def contenders(name: str, built: Built, devices: Sequence[jax.Device]) -> dict[s
 
 
 def planned(built: Built, memory_limit: str | int, budget_s: float, finalists: int) -> tuple[Any, ByHand]:
-    """The plan's step in place."""
+    """The plan's step in place, from a profile of now: a virtual machine may have been a slower one yesterday."""
     state, train_step, batch = built
-    step = uniap.parallelize(train_step, budget_s=budget_s, memory_limit=memory_limit, finalists=finalists)
-    placed = step.place(jax.tree.map(jnp.copy, state), batch)
-    return step.plan, ByHand(step=step, state=placed, batch=batch)
+    with TemporaryDirectory() as cache:
+        step = uniap.parallelize(
+            train_step, budget_s=budget_s, memory_limit=memory_limit, finalists=finalists, cache_dir=cache
+        )
+        placed = step.place(jax.tree.map(jnp.copy, state), batch)
+    leaves, tree = jax.tree.flatten(batch)
+    rows = jax.tree.unflatten(tree, jax.device_put(leaves, list(step.batch_shardings)))
+    return step.plan, ByHand(step=step, state=placed, batch=rows)
 
 
 def compare(name: str, options: argparse.Namespace) -> float | None:

@@ -81,6 +81,14 @@ def test_plan_keeps_pins_and_lists_alternatives(plan_file: Path, tmp_path: Path)
     assert facts["certificate"]["what_ifs"]
 
 
+def test_plan_tries_finalists_out(tmp_path: Path) -> None:
+    facts = answer("plan", *STEP, "--source", "described", "--finalists", "3", "--out", "plan.json", cwd=tmp_path)
+    told = facts["certificate"]["notes"][-1]
+    assert "finalists were tried out" in told
+    assert told.count("(chosen)") == 1
+    assert json.loads((tmp_path / "plan.json").read_text())["certificate"]["notes"][-1] == told
+
+
 def test_a_plan_file_with_a_wrong_field_names_it(plan_file: Path, tmp_path: Path) -> None:
     saved = json.loads(plan_file.read_text())
     saved["num_microbatches"] = 3

@@ -29,6 +29,7 @@ from uniap_jax.core.strategy import parse_strategy
 from uniap_jax.core.topology import load_cluster
 from uniap_jax.cost_model import TableModel, estimate
 from uniap_jax.planning import best_of, finalists, informed, possible_executor
+from uniap_jax.profiler import MEMORY_SHARE
 from uniap_jax.report import table
 from uniap_jax.report.facts import print_check, print_facts, print_profile, print_verify
 from uniap_jax.report.scalars import step_scalars, write_scalars
@@ -184,8 +185,10 @@ def _accuracy(options: Namespace, output: Output) -> int:
     graph = uniap.trace(train_step, state, batch, unfold_scans=options.unfold_scans)
     cluster = _cluster(options)
 
+    share = 1.0 if options.topology else MEMORY_SHARE  # nothing runs on devices that are not here: memory is all
+
     def price(only: Sequence[Key] | None, seconds: float) -> TableModel:
-        return estimate(graph, cluster, _profile(options, graph, cluster, seconds, only))
+        return estimate(graph, cluster, _profile(options, graph, cluster, seconds, only, memory_share=share))
 
     costs, _ = informed(price, lambda model: diverse_plans(model, options.plans), _budget_s(options))
     if options.topology:
@@ -305,7 +308,12 @@ def _budget_s(options: Namespace) -> float:
 
 
 def _profile(
-    options: Namespace, graph: LayerGraph, cluster: Cluster, budget_s: float, only: Sequence[Key] | None = None
+    options: Namespace,
+    graph: LayerGraph,
+    cluster: Cluster,
+    budget_s: float,
+    only: Sequence[Key] | None = None,
+    **given: Any,
 ) -> Profile:
     source = _source(options)
     if source == "measured" and options.topology:
@@ -326,6 +334,7 @@ def _profile(
             only=only,
             cache_dir=options.cache_dir,
             progress=progress,
+            **given,
         )
 
 

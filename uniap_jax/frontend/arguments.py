@@ -165,7 +165,7 @@ class Arguments:
                 leaf=changed[0] if changed else "",
             )
         for leaf, shape, name in zip(leaves, shapes, names, strict=True):
-            if np.shape(leaf) != shape.shape:
+            if getattr(leaf, "shape", None) != shape.shape and np.shape(leaf) != shape.shape:  # the first is quick
                 raise PlanMismatchError(
                     f"argument leaf {name} has shape {np.shape(leaf)}, the step was planned for {shape.shape}",
                     leaf=name,

@@ -120,8 +120,11 @@ class Placer:
         placed = list(leaves)
         moved: list[int] = []
         for i, leaf in enumerate(leaves):
-            if self._fits(i, leaf):
+            if self._is_as_before(i, leaf):
+                continue
+            if fits(leaf, self._shardings[i]):
                 check_leaf(leaf, self._values[i])
+                self._known[i] = leaf.sharding
             else:
                 placed[i] = place_leaf(leaf, self._values[i], self._shardings[i])
                 moved.append(i)
@@ -138,15 +141,19 @@ class Placer:
         self._separate(placed)
         return placed
 
-    def _fits(self, i: int, leaf: Any) -> bool:
-        """As `fits`; a program's outputs have the very layout objects of the step before, which is quick to see."""
-        if isinstance(leaf, jax.Array):
-            if leaf.sharding is self._known[i] and leaf.committed:
-                return True
-            if fits(leaf, self._shardings[i]):
-                self._known[i] = leaf.sharding
-                return True
-        return False
+    def _is_as_before(self, i: int, leaf: Any) -> bool:
+        """Whether a leaf has the very layout object of the step before, as a program's outputs have.
+
+        Asked of every leaf at every step, so nothing is asked that costs more than an attribute.
+        """
+        known = self._known[i]
+        return (
+            known is not None
+            and getattr(leaf, "sharding", None) is known
+            and leaf.committed
+            and leaf.shape == self._values[i].shape
+            and not leaf.is_deleted()
+        )
 
     def _separate(self, placed: list[Any]) -> None:
         """Gives every donated leaf a buffer of its own."""

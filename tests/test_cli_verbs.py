@@ -89,6 +89,12 @@ def test_plan_tries_finalists_out(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "plan.json").read_text())["certificate"]["notes"][-1] == told
 
 
+def test_run_tells_how_finalists_fared(tmp_path: Path) -> None:
+    done = run("run", *STEP, "--source", "described", "--finalists", "2", "--steps", "1", cwd=tmp_path)
+    assert done.returncode == 0
+    assert "finalists were tried out" in done.stdout
+
+
 def test_a_plan_file_with_a_wrong_field_names_it(plan_file: Path, tmp_path: Path) -> None:
     saved = json.loads(plan_file.read_text())
     saved["num_microbatches"] = 3

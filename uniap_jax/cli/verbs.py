@@ -225,6 +225,8 @@ def run(options: Namespace, output: Output) -> int:
     leaves = graph.step.flatten(state, batch)
     step = best_of(plans, lambda plan: uniap.compile_plan(graph, plan, cluster), leaves)
     chosen, state = step.plan, step.place(state, batch)
+    if len(plans) > 1:
+        output.text(chosen.certificate.notes[-1])
     monitor = follow(step) if options.html or options.trace else None
     seconds, history, live = [], [], []
     for _ in range(options.steps):

@@ -82,7 +82,7 @@ def test_plan_keeps_pins_and_lists_alternatives(plan_file: Path, tmp_path: Path)
 
 
 def test_plan_tries_finalists_out(tmp_path: Path) -> None:
-    facts = answer("plan", *STEP, "--source", "described", "--finalists", "3", "--out", "plan.json", cwd=tmp_path)
+    facts = answer("plan", *STEP, "--source", "described", "--finalists", "2", "--out", "plan.json", cwd=tmp_path)
     told = facts["certificate"]["notes"][-1]
     assert "finalists were tried out" in told
     assert told.count("(chosen)") == 1

@@ -212,13 +212,12 @@ def best_of(
     tried = try_out(plans, compiled, leaves)
     fit = [t for t in tried if not t.problem] or [tried[0]]
     best = min(fit, key=lambda t: t.seconds)
-    told = "; ".join(f"{t} (chosen)" if t is best else str(t) for t in tried)
     step = best.step or compiled(best.plan)  # says what is wrong where not even one compiles
-    proof, seconds = plans[0].certificate, best.plan.prediction.step_time_s
-    if best.plan is not plans[0]:  # what was proved is said of the plan predicted to be the fastest
-        gap = max(0.0, (seconds - proof.bound_s) / seconds) if seconds > 0 else 0.0
-        proof = replace(proof, status="feasible", gap=gap, binding=(), what_ifs=(), alternatives=())
-    return step.with_certificate(replace(proof, notes=(*proof.notes, f"{len(tried)} finalists were tried out: {told}")))
+    each = "; ".join(f"{t} (chosen)" if t is best else str(t) for t in tried)
+    note, proof = f"{len(tried)} finalists were tried out: {each}", plans[0].certificate
+    if best.plan is plans[0]:
+        return step.with_certificate(replace(proof, notes=(*proof.notes, note)))
+    return step.with_certificate(proof.of_another(best.plan.prediction.step_time_s, note))
 
 
 def settled(price: Price, solve: Callable[[TableModel], Plan], budget_s: float) -> Plan:

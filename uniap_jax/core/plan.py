@@ -192,6 +192,19 @@ class Certificate:
     alternatives: tuple[Alternative, ...] = ()
     searched: tuple[Searched, ...] = ()
 
+    def of_another(self, step_time_s: float, note: str) -> Certificate:
+        """What the same search proved of a plan that is not its best: feasible, with the gap to the bound of all."""
+        return Certificate(
+            status="feasible",
+            bound_s=self.bound_s,
+            gap=max(0.0, (step_time_s - self.bound_s) / step_time_s) if step_time_s > 0 else 0.0,
+            engine=self.engine,
+            seconds=self.seconds,
+            candidates=self.candidates,
+            baselines=self.baselines,
+            notes=(*self.notes, note),
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
@@ -249,7 +262,6 @@ class Plan:
             IndexError: there are not so many.
         """
         other, proof = self.certificate.alternatives[number], self.certificate
-        value = other.prediction.step_time_s
         return replace(
             self,
             num_stages=other.num_stages,
@@ -259,15 +271,8 @@ class Plan:
             layers=other.layers,
             executor="stages",
             prediction=other.prediction,
-            certificate=Certificate(
-                status="feasible",
-                bound_s=proof.bound_s,
-                gap=max(0.0, (value - proof.bound_s) / value) if value > 0 else 0.0,
-                engine=proof.engine,
-                seconds=proof.seconds,
-                candidates=proof.candidates,
-                baselines=proof.baselines,
-                notes=(*proof.notes, f"an alternative to the best plan: {other.what}"),
+            certificate=proof.of_another(
+                other.prediction.step_time_s, f"an alternative to the best plan: {other.what}"
             ),
         )
 

@@ -6,7 +6,7 @@ import resource
 import subprocess
 import sys
 
-ROUNDS = 3
+ROUNDS = 5
 IMPORT_RATIO = 1.2
 HELP_CPU_S = 0.5
 

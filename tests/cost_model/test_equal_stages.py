@@ -17,11 +17,13 @@ from uniap_jax.core.costs import Candidate
 from uniap_jax.core.equal_costs import evaluate_equal
 from uniap_jax.core.equal_stages import find_run
 from uniap_jax.core.errors import InfeasibleError, OptionError, StrategyError
+from uniap_jax.core.profile import Footprint
 from uniap_jax.core.strategy import Strategy
 from uniap_jax.cost_model import estimate
 from uniap_jax.cost_model.equal_stages import TurnCosts, kept_microbatches
 from uniap_jax.frontend import trace
 from uniap_jax.planner import solve
+from uniap_jax.profiler import profile
 
 CLUSTER = Cluster(
     name="eight",
@@ -106,6 +108,25 @@ def test_tpus_copy_neither_gradients_nor_parameters_nor_what_is_kept(graph: Any)
     assert less == pytest.approx(2 * weights + kept)  # a tick's gradients, stacked parameters, what was just made
     whole = cpu.transient_bytes[slot, scattered] - tpu.transient_bytes[slot, scattered]
     assert whole == pytest.approx(weights)  # of one layer, before they are scattered
+
+
+def test_a_tpu_keeps_what_one_program_keeps_but_for_gathered_parameters(graph: Any) -> None:
+    cluster, candidate = replace(CLUSTER, platform="tpu"), Candidate(num_stages=2, num_microbatches=2, schedule="gpipe")
+    told = profile(graph, cluster, source="described")
+    layer, strategy = graph.layers[find_run(graph, 2).first], Strategy(fsdp=4)
+    gathered = sum(graph.params[p].nbytes for p in layer.params)
+    kept = estimate(graph, cluster, told).layer_cost(layer.index, strategy, num_microbatches=2).kept_bytes
+
+    def held(turned: Footprint | None) -> float:
+        entries = tuple((key, replace(cost, turned=turned)) for key, cost in told.entries)
+        tables = estimate(graph, cluster, replace(told, entries=entries)).equal_tables(candidate)
+        return float(tables.memory_bytes[tables.run + 1, tables.strategies.index(strategy)])
+
+    places = kept_microbatches(candidate, in_place=True)
+    less = Footprint(kept_bytes=gathered + kept / 4, transient_bytes=0.0)
+    assert held(None) - held(less) == pytest.approx(places * 3 * kept / 4)
+    more = Footprint(kept_bytes=gathered + 2 * kept, transient_bytes=0.0)
+    assert held(more) == held(None)
 
 
 def test_slots_take_strategies_of_their_own_where_memory_is_short(graph: Any) -> None:

@@ -175,7 +175,7 @@ class EqualStages:
         if cost.origin == "does_not_fit":
             return None
         share = 1.0 / self._stages if self.run.is_loop else 1.0
-        kept, transient = share * self._kept_bytes(cost), cost.transient_bytes
+        kept, transient = share * self._kept_bytes(cost, layer, strategy), cost.transient_bytes
         if self._turn is not None:  # the loop is kept and recomputed turn by turn
             alone = self._turn.cost(strategy, samples=model.batch_size // pieces)
             if alone is None:
@@ -198,11 +198,16 @@ class EqualStages:
             pass_s=handed,
         )
 
-    def _kept_bytes(self, cost: LayerCost) -> float:
-        """Of one micro-batch. A TPU pads what a program hands to another, and not what it keeps for itself."""
-        if self._in_place and cost.turned is not None:
-            return min(cost.kept_bytes, cost.turned.kept_bytes)
-        return cost.kept_bytes
+    def _kept_bytes(self, cost: LayerCost, layer: Layer, strategy: Strategy) -> float:
+        """Of one micro-batch. A TPU pads what a program hands to another, and not what it keeps for itself.
+
+        What one program keeps is told with the parameters that it gathered, which every tick gathers anew.
+        """
+        if not self._in_place or cost.turned is None:
+            return cost.kept_bytes
+        weights = self._model.weights(layer, strategy)
+        gathered = weights.used if weights.used > weights.stored else 0.0
+        return min(cost.kept_bytes, max(0.0, cost.turned.kept_bytes - gathered))
 
     def _handed_bytes(self, strategy: Strategy, candidate: Candidate) -> float:
         """What goes from stage to stage: four copies of it, and under GPipe what waits for the way back."""

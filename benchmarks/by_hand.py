@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import re
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from uniap_jax.runtime.trial import TIMED_STEPS, WARM_STEPS
+from uniap_jax.runtime.trial import row_seconds
 
 COLUMN = re.compile(
     r"(qkv|query|key|value|/q/|/k/|/v/|/wi(_\d)?/|up|c_attn|c_fc|fc1|/w1|/w3|gate_proj|up_proj|intermediate/dense).*kernel"
@@ -132,14 +132,14 @@ def time_in_turns(runs: dict[str, ByHand], rounds: int) -> dict[str, float]:
     states = {name: run.state for name, run in runs.items()}
     times: dict[str, list[float]] = {name: [] for name in runs}
     names = list(runs)
+
+    def once(name: str) -> None:
+        states[name], metrics = runs[name].step(states[name], runs[name].batch)
+        jax.block_until_ready((states[name], metrics))
+
     for turn in range(rounds + 1):
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            for done in range(WARM_STEPS + TIMED_STEPS):
-                if done == WARM_STEPS:
-                    start = time.perf_counter()
-                states[name], metrics = runs[name].step(states[name], runs[name].batch)
-                jax.block_until_ready((states[name], metrics))
-            times[name].append((time.perf_counter() - start) / TIMED_STEPS)
+            times[name].append(row_seconds(functools.partial(once, name)))
     return {name: statistics.median(t[1:]) for name, t in times.items()}
 
 

@@ -31,7 +31,7 @@ def plans(graph) -> list[Plan]:
 
 def test_plans_that_fit_are_timed_and_the_callers_state_is_left_alone(graph, plans):
     state, _, batch = cost_support.build()
-    state = jax.device_put(state)  # device arrays, whose buffers a step would take
+    state = uniap.compile_plan(graph, plans[0]).place(state, batch)  # as planned: a step would take its buffers
     before = jax.tree.map(np.array, state)
     leaves = graph.step.flatten(state, batch)
     tried = try_out(plans, lambda plan: uniap.compile_plan(graph, plan), leaves)
@@ -41,7 +41,7 @@ def test_plans_that_fit_are_timed_and_the_callers_state_is_left_alone(graph, pla
 
 
 def test_shapes_do_where_there_are_no_arrays():
-    """A typed key and a raw one, whole numbers that pick rows, a step count."""
+    """A typed key, whole numbers that pick rows, a step count."""
 
     def step(state, batch):
         def loss(w):

@@ -37,6 +37,11 @@ class ParamBytes:
     regathered: tuple[float, ...] = ()
 
     @property
+    def gathered(self) -> float:
+        """Parameters put together from fsdp ways for their use."""
+        return self.used if self.used > self.stored else 0.0
+
+    @property
     def copied(self) -> float:
         """Parameters that are computed with in another layout than that of the state."""
         return sum(self.exchanged) + sum(self.regathered)

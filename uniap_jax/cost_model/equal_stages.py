@@ -205,8 +205,7 @@ class EqualStages:
         """
         if not self._in_place or cost.turned is None:
             return cost.kept_bytes
-        weights = self._model.weights(layer, strategy)
-        gathered = weights.used if weights.used > weights.stored else 0.0
+        gathered = self._model.weights(layer, strategy).gathered
         return min(cost.kept_bytes, max(0.0, cost.turned.kept_bytes - gathered))
 
     def _handed_bytes(self, strategy: Strategy, candidate: Candidate) -> float:

@@ -168,7 +168,7 @@ class Footprints:
         """Of what one more layer adds: gradients, sums of them, and parameters gathered for the backward."""
         way = replica.way
         weights = self._describer.weights(self._describer.graph.layers[replica.layer], way.strategy)
-        gathered = weights.used if weights.used > weights.stored else 0.0
+        gathered = weights.gathered
         sums = weights.grads if way.summed else 0.0
         if way.consumed:
             return gathered

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from uniap_jax.core.examples import example
 from uniap_jax.core.graph import Layer, LayerGraph
 from uniap_jax.core.jaxprs import Tape, close, live_eqns, open_jaxpr
 from uniap_jax.core.rewrite_layout import laid_out
@@ -249,8 +250,6 @@ def memory_of(compiled: Any) -> dict[str, float]:
 class Arrays:
     """Host arrays by shape, made once, placed where a program wants them.
 
-    Values are small positive numbers: time does not depend on them, but denormals and NaNs are slow.
-
     Args:
         device_bytes: what a device has; a program that needs more gets no arguments.
     """
@@ -263,19 +262,5 @@ class Arrays:
         """An array of this shape and dtype, laid out."""
         key = (tuple(shape.shape), str(shape.dtype))
         if key not in self._made:
-            self._made[key] = _example(shape)
+            self._made[key] = example(shape)
         return jax.device_put(self._made[key], sharding)
-
-
-_KEYS = {"fry": "threefry2x32", "rbg": "rbg", "urbg": "unsafe_rbg"}
-"""Names of key kinds by the tag that their dtype shows."""
-
-
-def _example(shape: Any) -> Any:
-    if jnp.issubdtype(shape.dtype, jax.dtypes.prng_key):
-        tag = str(shape.dtype).partition("<")[2].rstrip(">")
-        key = jax.random.key(0, impl=_KEYS.get(tag, tag))
-        return jax.random.split(key, shape.shape) if shape.shape else key
-    if jnp.issubdtype(shape.dtype, np.inexact):
-        return np.random.default_rng(0).uniform(0.01, 0.05, shape.shape).astype(shape.dtype)
-    return np.zeros(shape.shape, shape.dtype)

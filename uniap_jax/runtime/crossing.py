@@ -18,7 +18,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from uniap_jax.runtime.presence import assembled, is_here, owners, shards_of
-from uniap_jax.runtime.programs import Program, build, is_key, key_impl, known_mesh
+from uniap_jax.runtime.programs import Program, build, is_key, known_mesh
 
 AXIS = "all"
 CROSSING = "crossing_"
@@ -81,7 +81,7 @@ class Crossing:
         self._whole = source.shard_shape(shape.shape)
         self._cell = (*(self._whole or (1,)), *(key.shape[len(shape.shape) :] if key is not None else ()))
         self._cell_dtype = key.dtype if key is not None else shape.dtype
-        self._impl = key_impl(shape) if key is not None else None
+        self._impl = _key_impl(shape) if key is not None else None
         rounds = rounds_of(cells_of(source, shape.shape), cells_of(target, shape.shape), devices)
         self._blanks: dict[Any, Any] = {}
         self._mine = list(mesh.local_devices)
@@ -124,6 +124,18 @@ class Crossing:
         if device not in self._blanks:
             self._blanks[device] = jnp.zeros(self._cell, self._cell_dtype, device=device)
         return self._blanks[device]
+
+
+def _key_impl(keys: jax.ShapeDtypeStruct) -> Any:
+    """What `jax.random.wrap_key_data` wants to be told."""
+    found: list[Any] = []
+
+    def ask(keys: Any) -> Any:
+        found.append(jax.random.key_impl(keys))
+        return keys
+
+    jax.eval_shape(ask, keys)
+    return found[0]
 
 
 def _across(mesh: Mesh, rounds: Sequence[Sequence[Pair]], stacked: Any) -> Any:

@@ -141,18 +141,6 @@ def is_key(dtype: Any) -> bool:
     return bool(jnp.issubdtype(dtype, jax.dtypes.extended))
 
 
-def key_impl(keys: jax.ShapeDtypeStruct) -> Any:
-    """What `jax.random.wrap_key_data` wants to be told of keys of which only the shape is at hand."""
-    found: list[Any] = []
-
-    def ask(keys: Any) -> Any:
-        found.append(jax.random.key_impl(keys))
-        return keys
-
-    jax.eval_shape(ask, keys)
-    return found[0]
-
-
 def is_differentiable(dtype: Any) -> bool:
     """Whether values of a dtype have cotangents."""
     return not is_key(dtype) and bool(jnp.issubdtype(dtype, np.inexact))

@@ -10,16 +10,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from uniap_jax.core.costs import MEMORY_TOLERANCE
 from uniap_jax.core.errors import ExecutionError, StrategyError
-from uniap_jax.core.graph import Value
+from uniap_jax.core.examples import example
 from uniap_jax.core.plan import Plan
 from uniap_jax.core.plan_text import format_bytes, format_seconds
 from uniap_jax.runtime.executable import ParallelStep
-from uniap_jax.runtime.programs import is_key, key_impl
 from uniap_jax.runtime.stage_memory import stage_peaks
 
 log = logging.getLogger("uniap_jax")
@@ -41,23 +39,18 @@ class Trial:
 
     Args:
         step: what is run.
-        state: leaves to start from, in flat order; they are copied. Shapes stand for arrays of ones.
+        state: leaves to start from, in flat order; they are copied. Shapes do too.
         batch: leaves of every step's batch; likewise.
     """
 
     def __init__(self, step: ParallelStep, state: Sequence[Any], batch: Sequence[Any]) -> None:
-        self._step, shapes = step, step.graph.step
-        self._state = step.place_leaves([_own(x, v) for x, v in zip(state, shapes.state, strict=True)])
-        self._batch = [_real(x, v) for x, v in zip(batch, shapes.batch, strict=True)]
+        self._step = step
+        self._state = step.place_leaves([_own(x) for x in state])
+        self._batch = [_real(x) for x in batch]
 
     def seconds(self) -> float:
         """Of a step, on average over a row of steps."""
-        for _ in range(WARM_STEPS):
-            self.once()
-        start = time.perf_counter()
-        for _ in range(TIMED_STEPS):
-            self.once()
-        return (time.perf_counter() - start) / TIMED_STEPS
+        return row_seconds(self.once)
 
     def once(self) -> None:
         """A step that has ended; its state is that of the next."""
@@ -67,18 +60,28 @@ class Trial:
                 self._state[leaf] = value
 
 
-def _own(leaf: Any, value: Value) -> Any:
+def row_seconds(once: Callable[[], None]) -> float:
+    """Of a step among its like, on average over a row of steps.
+
+    Args:
+        once: runs a step to its end.
+    """
+    for _ in range(WARM_STEPS):
+        once()
+    start = time.perf_counter()
+    for _ in range(TIMED_STEPS):
+        once()
+    return (time.perf_counter() - start) / TIMED_STEPS
+
+
+def _own(leaf: Any) -> Any:
     """A leaf whose buffer the step may take."""
-    real = _real(leaf, value)
+    real = _real(leaf)
     return real.copy() if isinstance(real, jax.Array | np.ndarray) else real
 
 
-def _real(leaf: Any, value: Value) -> Any:
-    if not isinstance(leaf, jax.ShapeDtypeStruct):
-        return leaf
-    if is_key(value.dtype):
-        return jnp.broadcast_to(jax.random.key(0, impl=key_impl(leaf)), value.shape)
-    return np.ones(value.shape, value.dtype)
+def _real(leaf: Any) -> Any:
+    return example(leaf) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -121,22 +124,28 @@ def try_out(
         one entry for each plan.
     """
     tried = [_fitting(plan, compiled) for plan in plans]
+    if leaves is not None and sum(not t.problem for t in tried) > 1:
+        tried = _timed(tried, *leaves)
+    for one in tried:
+        log.info("tried out %s", one)
+    return tuple(tried)
+
+
+def _timed(tried: Sequence[Tried], state: Sequence[Any], batch: Sequence[Any]) -> list[Tried]:
+    """Those without a problem with the median of their rows, or with the problem that they ran into."""
+    found, started = list(tried), time.monotonic()
     seconds: list[list[float]] = [[] for _ in tried]
-    started = time.monotonic()
-    for _ in range(ROUNDS if leaves is not None and sum(not t.problem for t in tried) > 1 else 0):
-        for i, one in enumerate(tried):
-            if one.step is None or one.problem or leaves is None:
+    for _ in range(ROUNDS):
+        for i, one in enumerate(found):
+            if one.step is None or one.problem:
                 continue
             try:
-                seconds[i].append(Trial(one.step, *leaves).seconds())
+                seconds[i].append(Trial(one.step, state, batch).seconds())
             except FAILURES as error:
-                tried[i] = replace(one, problem=str(error).splitlines()[0])
+                found[i] = replace(one, problem=str(error).splitlines()[0])
         if time.monotonic() - started > ENOUGH_S:
             break
-    found = tuple(replace(t, seconds=statistics.median(s)) if s else t for t, s in zip(tried, seconds, strict=True))
-    for one in found:
-        log.info("tried out %s", one)
-    return found
+    return [replace(t, seconds=statistics.median(s)) if s else t for t, s in zip(found, seconds, strict=True)]
 
 
 def _fitting(plan: Plan, compiled: Callable[[Plan], ParallelStep]) -> Tried:

@@ -109,8 +109,7 @@ def measure(name: str, budget_s: float, cache: str) -> None:
     compiled = ""
     if case.source == "compiled":
         start = time.perf_counter()
-        parts = 1 if plan.executor == "program" else plan.num_stages
-        step = uniap.compile_plan(graph, plan, devices=absent_devices(cluster, parts))
+        step = uniap.compile_plan(graph, plan, devices=absent_devices(cluster, plan.num_parts))
         stages = verify(step, full_copies=False).stages
         told, true = (max(getattr(s, which) for s in stages) / 2**20 for which in ("predicted_bytes", "compiled_bytes"))
         compiled = f"{time.perf_counter() - start:.1f} (peak {told:.0f} MiB predicted, {true:.0f} compiled)"

@@ -277,12 +277,10 @@ def absent_accuracy(graph: LayerGraph, costs: CostModel, cluster: Cluster, *, nu
         ProfileError: there is no compiler for the devices.
     """
     absent_devices(cluster)  # says what is missing before anything is searched
-
-    def devices_of(plan: Plan) -> Sequence[Any]:
-        return absent_devices(cluster, 1 if plan.executor == "program" else plan.num_stages)
-
-    plans = diverse_plans(costs, num_plans)
-    rows = [_compiled(compile_plan(graph, p, devices=devices_of(p)), chosen=i == 0) for i, p in enumerate(plans)]
+    rows = [
+        _compiled(compile_plan(graph, plan, devices=absent_devices(cluster, plan.num_parts)), chosen=i == 0)
+        for i, plan in enumerate(diverse_plans(costs, num_plans))
+    ]
     return AccuracyReport(plans=tuple(rows), source=costs.source, notes=costs.notes)
 
 

@@ -18,7 +18,7 @@ def verified(model: tuple[Any, Any, Any], topology: str, **pins: Any) -> tuple[A
     state, step, batch = model
     graph, cluster = uniap.trace(step, state, batch), uniap.load_cluster(topology)
     plan = uniap.solve(uniap.estimate(graph, cluster), why=False, baselines=False, **pins)
-    devices = absent_devices(cluster, 1 if plan.executor == "program" else plan.num_stages)
+    devices = absent_devices(cluster, plan.num_parts)
     compiled = uniap.compile_plan(graph, plan, devices=devices)
     return compiled, verify(compiled, full_copies=False, tolerance=float("inf"))
 

@@ -103,8 +103,7 @@ def plan(options: Namespace, output: Output) -> int:
     plans, step = _plans(options, graph, cluster, top_k=options.top_k), None
 
     def compiled(plan: Plan) -> ParallelStep:
-        parts = 1 if plan.executor == "program" else plan.num_stages
-        devices = absent_devices(cluster, parts) if options.topology else None
+        devices = absent_devices(cluster, plan.num_parts) if options.topology else None
         return uniap.compile_plan(graph, plan, cluster, devices=devices)
 
     if options.verify or len(plans) > 1:

@@ -255,6 +255,11 @@ class Plan:
         """Indices of the layers of one stage, in trace order."""
         return tuple(i for i, layer in enumerate(self.layers) if layer.stage == stage)
 
+    @property
+    def num_parts(self) -> int:
+        """Sets of devices that programs are compiled for: one where one program holds all stages."""
+        return 1 if self.executor == "program" else self.num_stages
+
     def with_alternative(self, number: int) -> Plan:
         """The plan of `certificate.alternatives[number]`: feasible, with the gap to the bound of all plans.
 

@@ -21,8 +21,9 @@ from uniap_jax.core.schedule import BACKWARD, FORWARD, Schedule
 from uniap_jax.core.timeline import schedule_of
 from uniap_jax.runtime.feed import Begin, Feeder, Held, Leaves, Shared
 from uniap_jax.runtime.homes import REPLICATED, Layout
-from uniap_jax.runtime.loss import accumulator_dtype, combine
+from uniap_jax.runtime.loss import accumulator_dtype
 from uniap_jax.runtime.programs import Program, build, shape_of
+from uniap_jax.runtime.replicas import replicas_of
 from uniap_jax.runtime.stage_programs import (
     StageForward,
     build_backward,
@@ -162,7 +163,7 @@ def graph_whole(layout: Layout, result: int) -> Any:
 
 def _whole_shardings(layout: Layout, spec: StageSpec) -> list[NamedSharding]:
     """Layout of whole-batch results: lists over examples stay split, the rest is replicated."""
-    pieces = zip(spec.results, result_shardings(layout, spec), strict=True)
+    pieces = zip(spec.results, result_shardings(layout, spec, replicas_of(layout, spec.stage)), strict=True)
     single = layout.plan.num_microbatches == 1
     return [
         s if single or layout.graph.reductions[k] == "concat" else layout.on(spec.stage, REPLICATED) for k, s in pieces
@@ -174,13 +175,16 @@ def _build_combine(layout: Layout, spec: StageSpec, pool: Executor | None) -> Pr
     graph, c = layout.graph, layout.plan.num_microbatches
     if not spec.results or c == 1:
         return None
-    values = [graph.values[graph.results[k]] for k in spec.results]
-    how = [graph.reductions[k] for k in spec.results]
+    replicas, names = replicas_of(layout, spec.stage), [graph.results[k] for k in spec.results]
 
     def whole(pieces: list[list[Any]]) -> list[Any]:
-        return [combine(jnp.stack(p), h, v.batch_dim) for p, h, v in zip(pieces, how, values, strict=True)]
+        return [replicas.whole(graph, v, jnp.stack(found)) for v, found in zip(names, pieces, strict=True)]
 
-    shapes = [[shape_of(v, s)] * c for v, s in zip(values, result_shardings(layout, spec), strict=True)]
+    def leaving(value: int, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+        found = graph.values[value]
+        return jax.ShapeDtypeStruct(replicas.result_shape(value, found.shape), found.dtype, sharding=sharding)
+
+    shapes = [[leaving(v, s)] * c for v, s in zip(names, result_shardings(layout, spec, replicas), strict=True)]
     return build(
         f"stage_{spec.stage}_results",
         whole,

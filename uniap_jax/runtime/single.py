@@ -16,7 +16,7 @@ from uniap_jax.core.jax_compat import ClosedJaxpr
 from uniap_jax.core.jaxprs import open_jaxpr, variables
 from uniap_jax.core.schedule import BACKWARD, FORWARD, Task
 from uniap_jax.runtime.homes import REPLICATED, Layout
-from uniap_jax.runtime.loss import accumulator_dtype, combine, gradient_weight
+from uniap_jax.runtime.loss import accumulator_dtype, gradient_weight
 from uniap_jax.runtime.programs import Program, build, constrain, shape_of
 from uniap_jax.runtime.replicas import replicas_of, run_stage
 from uniap_jax.runtime.shelves import Shelf, apart, together
@@ -162,7 +162,7 @@ def loss_and_grads(
         }
         values = run_stage(layout, replicas, range(len(graph.layers)), dict(enumerate(params)), operands, {})
         results = [values[v] for v in graph.results]
-        return results[0], results
+        return replicas.result(graph, graph.results[0], results[0]), results
 
     def one(batch: Sequence[Any], index: Any) -> tuple[list[Any], list[Any]]:
         (_, results), grads = jax.value_and_grad(loss, has_aux=True)(list(ready), batch, index)
@@ -170,7 +170,8 @@ def loss_and_grads(
 
     if c == 1:
         return one(batch, jnp.int32(0))
-    results, totals = _accumulate(layout, ready, specs, [_split(layout, x, i) for i, x in enumerate(batch)], one)
+    stacked, totals = _accumulate(layout, ready, specs, [_split(layout, x, i) for i, x in enumerate(batch)], one)
+    results = [replicas.whole(graph, v, r) for v, r in zip(graph.results, stacked, strict=True)]
     found = zip(totals, params, homes, strict=True)
     return results, [constrain(replicas.summed(i, t), mesh, h.grads).astype(p.dtype) for t, p, (i, h) in found]
 
@@ -186,8 +187,8 @@ def _split(layout: Layout, leaf: Any, position: int) -> Any:
 def _accumulate(
     layout: Layout, params: Sequence[Any], specs: Sequence[PartitionSpec], pieces: Sequence[Any], one: Any
 ) -> tuple[list[Any], list[Any]]:
-    """Results of the whole batch, and the sum of the micro-batches' gradients in the accumulators' dtypes."""
-    mesh, weight, graph = layout.meshes[0], gradient_weight(layout), layout.graph
+    """Results of every micro-batch, and the sum of their gradients in the accumulators' dtypes."""
+    mesh, weight = layout.meshes[0], gradient_weight(layout)
 
     def body(total: list[Any], piece: tuple[Any, list[Any]]) -> tuple[list[Any], list[Any]]:
         results, grads = one(piece[1], piece[0])
@@ -199,8 +200,4 @@ def _accumulate(
     ]
     index = jnp.arange(layout.plan.num_microbatches, dtype=jnp.int32)
     total, stacked = lax.scan(body, zeros, (index, list(pieces)))
-    results = [
-        combine(r, how, graph.values[v].batch_dim)
-        for r, how, v in zip(stacked, graph.reductions, graph.results, strict=True)
-    ]
-    return results, list(total)
+    return list(stacked), list(total)

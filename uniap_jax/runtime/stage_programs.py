@@ -119,7 +119,7 @@ def build_forward(
         lambda args: run(*args),
         [inputs],
         mesh=layout.meshes[spec.stage],
-        outputs=[*spec.leaves, *result_shardings(layout, spec), *([None] * len(returned))],
+        outputs=[*spec.leaves, *result_shardings(layout, spec, traced.replicas), *([None] * len(returned))],
         pool=pool,
     )
     position = {v: i for i, v in reversed(list(enumerate(outs))) if not isinstance(v, Literal)}
@@ -186,7 +186,7 @@ def build_whole(
         whole,
         [inputs, totals],
         mesh=layout.meshes[spec.stage],
-        outputs=(result_shardings(layout, spec), *_backward_layouts(layout, spec, replicas)),
+        outputs=(result_shardings(layout, spec, replicas), *_backward_layouts(layout, spec, replicas)),
         donate=(1,) if totals else (),
         pool=pool,
     )
@@ -221,13 +221,13 @@ def operand_sharding(layout: Layout, stage: int, operand: int) -> NamedSharding:
     return layout.on(stage)
 
 
-def result_shardings(layout: Layout, spec: StageSpec) -> list[NamedSharding]:
-    """Layout of the results that a stage computes: as their writers have them."""
+def result_shardings(layout: Layout, spec: StageSpec, replicas: Replicas) -> list[NamedSharding]:
+    """Layout of a micro-batch's results that a stage computes: as their writers have them."""
     graph, found = layout.graph, []
-    for k in spec.results:
-        writer = graph.layers[graph.producer[graph.results[k]]]
-        written = layout.layers[writer.index].writes[writer.writes.index(graph.results[k])]
-        found.append(layout.on(spec.stage, written))
+    for value in (graph.results[k] for k in spec.results):
+        writer = graph.layers[graph.producer[value]]
+        written = layout.layers[writer.index].writes[writer.writes.index(value)]
+        found.append(layout.on(spec.stage, replicas.result_spec(value, written)))
     return found
 
 
@@ -257,8 +257,9 @@ def _with_vjp(
             values = {**reads, **dict(zip(spec.wanted, wanted, strict=True))}
             ready = dict(zip(spec.params, params, strict=True))
             known = run_stage(layout, replicas, spec.layers, ready, operands, values)
-            ends = [*spec.active, *([layout.graph.results[0]] if spec.has_loss else [])]
-            return [known[v] for v in ends], [known[v] for v in (*spec.writes, *results)]
+            loss = layout.graph.results[0]
+            ends = [replicas.result(layout.graph, loss, known[loss])] if spec.has_loss else []
+            return [*(known[v] for v in spec.active), *ends], [known[v] for v in (*spec.writes, *results)]
 
         own = zip(spec.params, args, stored, strict=False)
         params = [replicas.view(p, array, mesh, layout_of) for p, array, layout_of in own]

@@ -128,6 +128,15 @@ def test_keeping_inputs_keeps_less(graph: LayerGraph) -> None:
     assert sizes["inputs"] <= 3 * 8 * 4 * 16 * 4  # the stream between the layers of the stage
 
 
+@pytest.mark.parametrize("strategy", ["data=2,keep=inputs", "fsdp=2,keep=inputs", "tensor=2,keep=inputs"])
+def test_what_a_stage_reads_is_not_kept_in_another_shape(graph: LayerGraph, strategy: str) -> None:
+    """Of the second stage's two layers the first keeps nothing: it reads what the stage holds anyway."""
+    plan = make_plan(graph, stages=2, microbatches=2, schedule="gpipe", strategies=strategy)
+    assert len(plan.stage_layers(1)) == 2
+    stream = graph.values[graph.layers[plan.stage_layers(1)[0]].reads[0]].nbytes // 2
+    assert held_bytes(runtime.compile(graph, plan), 1)[0] == stream
+
+
 def test_parameters_and_moments_lie_on_their_stage_alone(graph: LayerGraph) -> None:
     step = runtime.compile(graph, make_plan(graph, stages=2, strategies="data=2"))
     for value, sharding in zip(graph.step.state, step.in_shardings, strict=True):

@@ -23,6 +23,7 @@ from uniap_jax.core.jax_compat import (
     fresh_like,
     shape_of,
 )
+from uniap_jax.core.kernels import MOVES
 from uniap_jax.core.sources import inlined
 
 INLINED = frozenset({"jit", "pjit", "closed_call", "core_call"})
@@ -116,6 +117,23 @@ def live_eqns(eqns: Sequence[JaxprEqn], wanted: Iterable[Any]) -> tuple[list[Jax
             needed.difference_update(eqn.outvars)
             needed.update(variables(eqn.invars))
     return kept[::-1], needed
+
+
+def moved(eqns: Iterable[JaxprEqn], start: Iterable[Var]) -> dict[Var, Var]:
+    """Variables that hold no more than the numbers of one of `start`, in another shape or layout, and of which.
+
+    Args:
+        eqns: in order.
+        start: variables of their own, not among what is found.
+    """
+    origin = {v: v for v in start}
+    for eqn in eqns:
+        sources = variables(eqn.invars)
+        if eqn.primitive.name in MOVES and len(sources) == len(eqn.outvars) == 1 and sources[0] in origin:
+            (out,) = eqn.outvars
+            if shape_of(out).size == shape_of(sources[0]).size:
+                origin[out] = origin[sources[0]]
+    return {v: of for v, of in origin.items() if v is not of}
 
 
 def close(invars: Sequence[Var], outvars: Sequence[Any], eqns: Sequence[JaxprEqn]) -> ClosedJaxpr:

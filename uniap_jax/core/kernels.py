@@ -26,6 +26,8 @@ _CHEAP_NAMES = """
 """
 CHEAP = frozenset(_CHEAP_NAMES.split())
 """What a stage's backward makes again of parameters or of the batch alone, rather than keep it."""
+MOVES = frozenset({"reshape", "transpose", "squeeze", "expand_dims", "broadcast_in_dim", "sharding_constraint", "copy"})
+"""What gives the same numbers another shape or layout, where as many come out as went in."""
 FUSED = (CHEAP | {"erf_inv", "is_finite", "sin", "cos", "round", "copysign", "add_any", "one_minus_square"}) - {
     *("exp", "log", "tanh", "logistic", "pow"),
 }

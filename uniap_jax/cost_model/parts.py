@@ -12,7 +12,7 @@ from uniap_jax.core.plan_text import format_bytes
 from uniap_jax.core.sharding import axis_sizes, layer_sharding, shard_bytes
 from uniap_jax.core.strategy import Strategy
 from uniap_jax.cost_model.assemble import TableModel
-from uniap_jax.cost_model.pipeline import FloatArray, flights, working_share
+from uniap_jax.cost_model.pipeline import FloatArray, flights, holds_as_one, working_share
 from uniap_jax.cost_model.state import state_bytes
 
 
@@ -73,20 +73,25 @@ def _working(model: TableModel, strategy: Strategy, candidate: Candidate, stage:
 
 
 def _arriving(model: TableModel, plan: Plan, stage: int) -> float:
-    """Bytes in flight of what a stage reads from others, where its layers are priced as if one followed another."""
-    mine, graph = plan.stage_layers(stage), model.graph
+    """Bytes in flight of what a stage reads from others, where its layers are priced as if one followed another.
+
+    What a forward leaves where it does not keep all is what the layer reads, so that is in its price.
+    """
+    mine, graph, candidate = plan.stage_layers(stage), model.graph, Candidate.of(plan)
     written = {v for u in mine for v in graph.layers[u].writes}
     total, seen = 0.0, set[int]()
     for u in mine:
         layer, strategy = graph.layers[u], plan.layers[u].strategy
-        cost = model.stage_cost(u, strategy, Candidate.of(plan), stage)
+        cost = model.stage_cost(u, strategy, candidate, stage)
+        if not cost.marginal_bytes or (strategy.keep != "all" and not holds_as_one(candidate, stage, strategy, cost)):
+            continue
         specs, sizes = layer_sharding(graph, layer, strategy).reads, dict(axis_sizes(strategy.num_devices))
         for v, spec in zip(layer.reads, specs, strict=True):
-            if v not in written and v not in seen and cost.marginal_bytes:
+            if v not in written and v not in seen:
                 seen.add(v)
                 cut = plan.num_microbatches if graph.values[v].batch_dim is not None else 1
                 total += shard_bytes(graph.values[v], spec, sizes) / cut
-    return total * flights(Candidate.of(plan), stage)
+    return total * flights(candidate, stage)
 
 
 def _parts(model: TableModel, plan: Plan, stage: int) -> MemoryParts:

@@ -1,8 +1,9 @@
 """Consecutive layers as the stage they would be: one function, and the programs that stages run it by.
 
-A pipeline stage runs its forward and its backward as two programs, with the kept values in between; inputs, and cheap
-functions of parameters or of the batch alone, are not kept but made again. A last stage that turns round at once is
-one program, which adds to sums of gradients that it is given. So is the only stage, which adds them up in a loop.
+A pipeline stage runs its forward and its backward as two programs, with the kept values in between; inputs, what is an
+input in another shape, and cheap functions of parameters or of the batch alone, are not kept but made again. A last
+stage that turns round at once is one program, which adds to sums of gradients that it is given. So is the only stage,
+which adds them up in a loop.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from uniap_jax.core.jax_compat import Literal
-from uniap_jax.core.jaxprs import Tape, flatten, live_eqns
+from uniap_jax.core.jaxprs import Tape, flatten, live_eqns, moved
 from uniap_jax.core.kernels import CHEAP
 from uniap_jax.core.vjp import is_float, layer_avals
 from uniap_jax.profiler.programs import Arrays, Case, Direction, as_function, case_function, compile_on, drawn, pin
@@ -164,11 +165,11 @@ def compile_split(piece: Piece, arrays: Arrays | None, *, summed: bool = False) 
     groups = piece.params, piece.operands, piece.reads
     tape = flatten(jax.make_jaxpr(forward)(*([x.shape for x in g] for g in groups)))
     residuals = tape.outvars[emitted:]
-    again = _cheap(tape, [*tape.invars[: len(piece.params) + len(piece.operands)], *tape.consts])
+    flat, first_read = [a for g in groups for a in g], len(piece.params) + len(piece.operands)
+    again = {*_cheap(tape, [*tape.invars[:first_read], *tape.consts]), *moved(tape.eqns, tape.invars[first_read:])}
     known = {*again, *tape.invars}
     kept = [v for v in dict.fromkeys(r for r in residuals if not isinstance(r, Literal)) if v not in known]
     ahead = as_function(tape, tape.invars, [*tape.outvars[:emitted], *kept])
-    flat = [a for g in groups for a in g]
     leaving = [*(x.spec for x in (*piece.writes, *piece.results)), *([None] * len(kept))]
     first = _compile(piece, ahead, [flat], leaving, arrays)
 

@@ -285,7 +285,7 @@ def window_facts(graph: LayerGraph, layers: Run, way: Way) -> dict[str, Any]:
         told.append([layer.signature, avals, wiring, ends, _mapped(graph, layer.index, way)])
     return {
         "what": "window",
-        "programs": 2,
+        "programs": 3,
         "layers": told,
         "batch": graph.batch_size,
         "strategy": str(way.strategy),

@@ -23,7 +23,7 @@ from uniap_jax.core.profile import Key, Profile
 from uniap_jax.core.serialize import load, plan_to_json, save
 from uniap_jax.cost_model import TableModel, estimate
 from uniap_jax.demo_gpt import FULL, Size, create_state, make_batch, train_step
-from uniap_jax.planning import settled
+from uniap_jax.planning import informed
 from uniap_jax.profiler.cache import default_dir
 
 PROFILE_BUDGET_S = 75.0
@@ -115,7 +115,7 @@ def _make_plan(
             save(found, _profile_path(graph, cluster))
         return estimate(graph, cluster, found)
 
-    plan = settled(price, lambda costs: api.solve(costs, time_limit_s=SEARCH_LIMIT_S), PROFILE_BUDGET_S)
+    _, (plan,) = informed(price, lambda costs: [api.solve(costs, time_limit_s=SEARCH_LIMIT_S)], PROFILE_BUDGET_S)
     return plan, api.compile_plan(graph, plan, cluster)
 
 

@@ -220,11 +220,6 @@ def best_of(
     return step.with_certificate(proof.of_another(best.plan.prediction.step_time_s, note))
 
 
-def settled(price: Price, solve: Callable[[TableModel], Plan], budget_s: float) -> Plan:
-    """A plan that rests on measured numbers, as far as the budget goes; see `informed`."""
-    return informed(price, lambda model: [solve(model)], budget_s)[1][0]
-
-
 def informed(
     price: Price, plans_of: Callable[[TableModel], Sequence[Plan]], budget_s: float
 ) -> tuple[TableModel, Sequence[Plan]]:

@@ -51,8 +51,8 @@ def found_out(profile: Profile, measured: Collection[Key]) -> Profile:
     return replace(profile, source="measured" if measured else "described", entries=entries, jax_version="0.10")
 
 
-def solved(costs: TableModel) -> Plan:
-    return uniap.solve(costs, num_stages=1, num_microbatches=1, baselines=False, why=False)
+def solved(costs: TableModel) -> list[Plan]:
+    return [uniap.solve(costs, num_stages=1, num_microbatches=1, baselines=False, why=False)]
 
 
 def test_a_plan_that_rests_on_measured_numbers_is_the_best_under_all_of_them(graph, described, monkeypatch):
@@ -66,8 +66,8 @@ def test_a_plan_that_rests_on_measured_numbers_is_the_best_under_all_of_them(gra
         rounds.append(seconds)
         return cost_model.estimate(graph, cluster, found_out(described, measured))
 
-    plan = planning.settled(price, solved, 100.0)
-    best = solved(cost_model.estimate(graph, cluster, found_out(described, described.table())))
+    _, (plan,) = planning.informed(price, solved, 100.0)
+    (best,) = solved(cost_model.estimate(graph, cluster, found_out(described, described.table())))
     assert plan.prediction.step_time_s == best.prediction.step_time_s
     assert 1 < len(rounds) < 100
     assert len(measured) < len(described.entries)
@@ -85,7 +85,7 @@ def test_the_budget_is_kept(graph, described, monkeypatch):
         clock[0] += seconds
         return cost_model.estimate(graph, cluster, found_out(described, measured))
 
-    planning.settled(price, solved, 100.0)
+    planning.informed(price, solved, 100.0)
     assert len(rounds) == 1 + planning.ROUNDS
     assert rounds[:3] == pytest.approx([60.0, 20.0, 10.0])
     assert clock[0] <= 100.0
@@ -100,7 +100,7 @@ def test_what_a_round_does_not_take_is_left_to_the_next(graph, described, monkey
         rounds.append(seconds)
         return cost_model.estimate(graph, cluster, found_out(described, measured))
 
-    planning.settled(price, solved, 100.0)
+    planning.informed(price, solved, 100.0)
     assert rounds == pytest.approx([60.0] + [20.0] * planning.ROUNDS)
 
 
@@ -114,7 +114,7 @@ def test_what_cannot_be_measured_is_asked_for_with_half_of_the_time_and_then_wit
         asked.append((bool(only), round(seconds)))
         return cost_model.estimate(graph, cluster, found_out(described, ()))
 
-    planning.settled(price, solved, 100.0)
+    planning.informed(price, solved, 100.0)
     assert asked == [(False, 60), (True, 20), (True, 40)]
 
 
@@ -125,11 +125,11 @@ def test_memory_that_no_compiler_told_is_asked_for(graph, described):
     cluster = uniap.local_cluster(jax.devices()[:4])
     for profile, known in ((timed, True), (scaled, False)):
         costs = cost_model.estimate(graph, cluster, profile)
-        plan = solved(costs)
+        (plan,) = solved(costs)
         wanted = cost_model.unmeasured(costs, plan)
         assert {k.strategy for k in wanted} == (set() if known else {str(c.strategy) for c in plan.layers})
 
 
 def test_described_numbers_are_not_to_be_measured(graph, described):
     costs = cost_model.estimate(graph, uniap.local_cluster(jax.devices()[:4]), described)
-    assert cost_model.unmeasured(costs, solved(costs)) == ()
+    assert cost_model.unmeasured(costs, solved(costs)[0]) == ()

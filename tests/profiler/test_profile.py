@@ -106,13 +106,15 @@ def test_out_of_memory_is_a_fact_other_failures_are_notes(graph, tmp_path, monke
 @pytest.mark.parametrize(
     "strategy", [Strategy(data=4), Strategy(fsdp=4), Strategy(tensor=4), Strategy(data=2, tensor=2, keep="inputs")]
 )
-def test_split_programs_keep_what_was_described(graph, strategy):
+def test_split_programs_keep_what_was_described_beside_what_they_read(graph, strategy):
     describer = Describer(graph, local_cluster())
     case = Case(graph=graph, layer=graph.layers[1], strategy=strategy, mesh=make_mesh(jax.devices()[:4]))
     forward, backward = compile_split(piece_of([case]), Arrays())
     told = describer.cost(graph.layers[1], strategy, samples=cost_support.BATCH, fused=False)
     written = cost_support.BATCH * cost_support.WIDTH * 4 / strategy.batch_ways
-    assert forward.memory["outputs"] - written == pytest.approx(told.kept_bytes, abs=64)  # and a table of pointers
+    read = written  # as wide; needed for the backward too, and on the stage anyway
+    kept = pytest.approx(told.kept_bytes - read, abs=64)  # and a table of pointers
+    assert forward.memory["outputs"] - written == kept
     assert len(backward()) == 3  # gradients of two weights and of the input
 
 

@@ -23,7 +23,7 @@ from uniap_jax.runtime.feed import Begin, Feeder, Held, Leaves, Shared
 from uniap_jax.runtime.homes import REPLICATED, Layout
 from uniap_jax.runtime.loss import accumulator_dtype
 from uniap_jax.runtime.programs import Program, build, shape_of
-from uniap_jax.runtime.replicas import replicas_of
+from uniap_jax.runtime.replicas import Replicas, replicas_of
 from uniap_jax.runtime.stage_programs import (
     StageForward,
     build_backward,
@@ -105,13 +105,14 @@ class Programs:
             )
             for spec in self.specs
         ]
-        self.combine = [_build_combine(layout, spec, pool) for spec in self.specs]
+        ending = [(spec, replicas_of(layout, spec.stage)) for spec in self.specs]
+        self.combine = [_build_combine(layout, spec, replicas, pool) for spec, replicas in ending]
         self.stages = [build_backward(layout, s, pool) if isinstance(s, StageForward) else s for s in begun]
         self.returns, parts = self._gradient_ways(layout)
         shapes = {
             k: shape_of(graph_whole(layout, k), sharding)
-            for spec in self.specs
-            for k, sharding in zip(spec.results, _whole_shardings(layout, spec), strict=True)
+            for spec, replicas in ending
+            for k, sharding in zip(spec.results, _whole_shardings(layout, spec, replicas), strict=True)
         }
         results = [shapes[k] for k in range(len(graph.results))]
         self.update = Update(layout, pieces, self.leaves, results, parts, donated, pool)
@@ -161,21 +162,21 @@ def graph_whole(layout: Layout, result: int) -> Any:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
 
 
-def _whole_shardings(layout: Layout, spec: StageSpec) -> list[NamedSharding]:
+def _whole_shardings(layout: Layout, spec: StageSpec, replicas: Replicas) -> list[NamedSharding]:
     """Layout of whole-batch results: lists over examples stay split, the rest is replicated."""
-    pieces = zip(spec.results, result_shardings(layout, spec, replicas_of(layout, spec.stage)), strict=True)
+    pieces = zip(spec.results, result_shardings(layout, spec, replicas), strict=True)
     single = layout.plan.num_microbatches == 1
     return [
         s if single or layout.graph.reductions[k] == "concat" else layout.on(spec.stage, REPLICATED) for k, s in pieces
     ]
 
 
-def _build_combine(layout: Layout, spec: StageSpec, pool: Executor | None) -> Program | None:
+def _build_combine(layout: Layout, spec: StageSpec, replicas: Replicas, pool: Executor | None) -> Program | None:
     """From the micro-batches' results to the whole batch's; None where there is nothing to do."""
     graph, c = layout.graph, layout.plan.num_microbatches
     if not spec.results or c == 1:
         return None
-    replicas, names = replicas_of(layout, spec.stage), [graph.results[k] for k in spec.results]
+    names = [graph.results[k] for k in spec.results]
 
     def whole(pieces: list[list[Any]]) -> list[Any]:
         return [replicas.whole(graph, v, jnp.stack(found)) for v, found in zip(names, pieces, strict=True)]
@@ -190,7 +191,7 @@ def _build_combine(layout: Layout, spec: StageSpec, pool: Executor | None) -> Pr
         whole,
         [shapes],
         mesh=layout.meshes[spec.stage],
-        outputs=_whole_shardings(layout, spec),
+        outputs=_whole_shardings(layout, spec, replicas),
         pool=pool,
     )
 

@@ -119,21 +119,21 @@ def live_eqns(eqns: Sequence[JaxprEqn], wanted: Iterable[Any]) -> tuple[list[Jax
     return kept[::-1], needed
 
 
-def moved(eqns: Iterable[JaxprEqn], start: Iterable[Var]) -> dict[Var, Var]:
-    """Variables that hold no more than the numbers of one of `start`, in another shape or layout, and of which.
+def moved(eqns: Iterable[JaxprEqn], start: Iterable[Var]) -> set[Var]:
+    """Variables that hold the numbers of one of `start` and no more, in another shape or layout; those of `start` too.
 
     Args:
         eqns: in order.
-        start: variables of their own, not among what is found.
+        start: variables.
     """
-    origin = {v: v for v in start}
+    found = set(start)
     for eqn in eqns:
         sources = variables(eqn.invars)
-        if eqn.primitive.name in MOVES and len(sources) == len(eqn.outvars) == 1 and sources[0] in origin:
+        if eqn.primitive.name in MOVES and len(sources) == len(eqn.outvars) == 1 and sources[0] in found:
             (out,) = eqn.outvars
             if shape_of(out).size == shape_of(sources[0]).size:
-                origin[out] = origin[sources[0]]
-    return {v: of for v, of in origin.items() if v is not of}
+                found.add(out)
+    return found
 
 
 def close(invars: Sequence[Var], outvars: Sequence[Any], eqns: Sequence[JaxprEqn]) -> ClosedJaxpr:

@@ -129,6 +129,34 @@ def test_a_tpu_keeps_what_one_program_keeps_but_for_gathered_parameters(graph: A
     assert held(more) == held(None)
 
 
+def test_compiled_ticks_are_all_that_a_layer_takes_in_them(graph: Any) -> None:
+    cluster, candidate = replace(CLUSTER, platform="tpu"), Candidate(num_stages=2, num_microbatches=2, schedule="gpipe")
+    told = profile(graph, cluster, source="described")
+    entries = tuple(
+        (key, replace(cost, ticking=Footprint(kept_bytes=1e6, transient_bytes=0.0))) for key, cost in told.entries
+    )
+    tables = estimate(graph, cluster, replace(told, entries=entries)).equal_tables(candidate)
+    plain = estimate(graph, cluster, told)
+    slot, k = tables.run + 1, tables.strategies.index(Strategy(data=4))
+    kept = plain.layer_cost(find_run(graph, 2).first, Strategy(data=4), num_microbatches=2).kept_bytes
+    without = plain.equal_tables(candidate).memory_bytes[slot, k]
+    assert tables.memory_bytes[slot, k] - without == pytest.approx(3 * (1e6 - kept))
+    assert tables.transient_bytes[slot, k] == 0.0
+
+
+def test_a_tick_works_with_one_layer_at_a_time(graph: Any) -> None:
+    """What its backward takes alone, where a compiler said so; the sums and what is handed on are told apart."""
+    candidate, strategy = Candidate(num_stages=2, num_microbatches=2, schedule="gpipe"), Strategy(fsdp=4)
+    told, layer = profile(graph, CLUSTER, source="described"), graph.layers[find_run(graph, 2).first]
+    known = {"marginal_bytes": 3e6, "transient_bytes": 1e6, "alone_bytes": 5e6}
+    entries = tuple((key, replace(cost, **known)) for key, cost in told.entries)
+    tables = estimate(graph, CLUSTER, replace(told, entries=entries)).equal_tables(candidate)
+    sums = sum(graph.params[p].nbytes for p in layer.params) / 4
+    moved = sum(graph.values[v].nbytes for v in layer.reads) / 2 / 4
+    working = tables.transient_bytes[tables.run + 1, tables.strategies.index(strategy)]
+    assert working == pytest.approx(5e6 - sums - moved)
+
+
 def test_slots_take_strategies_of_their_own_where_memory_is_short(graph: Any) -> None:
     found = {}
     for limit in range(18000, 23000, 1000):

@@ -96,6 +96,19 @@ def find_run(graph: LayerGraph, num_stages: int) -> EqualRun:
     return max(found, key=lambda pair: pair[0])[1]
 
 
+def ticking_run(graph: LayerGraph, platform: str, num_stages: int) -> EqualRun | None:
+    """The run of layers whose ticks, under one program for all stages, are compiled to learn what they keep.
+
+    On TPUs, where that is laid out and placed as no program of a stage alone shows. None elsewhere and for one stage.
+    """
+    if platform != "tpu" or num_stages == 1:
+        return None
+    try:
+        return find_run(graph, num_stages)
+    except StrategyError:
+        return None
+
+
 def _groups(graph: LayerGraph) -> list[tuple[int, int]]:
     """[first, last) of neighbouring layers with one signature."""
     starts = [i for i, x in enumerate(graph.layers) if not i or graph.layers[i - 1].signature != x.signature]

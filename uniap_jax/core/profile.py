@@ -66,6 +66,7 @@ class LayerCost:
             "scaled" from a compiled neighbour, or "described".
         turned: memory on a stage that runs both directions as one program, as the last one does under 1F1B; None where
             that is no different, or not known.
+        ticking: memory in one program for all stages, each of its ticks keeping so much; None where not known.
         origin: one of ORIGINS.
         spread: half the range between the quartiles over the median; 0 where nothing was timed.
         runs: timed runs behind the median.
@@ -81,6 +82,7 @@ class LayerCost:
     alone_bytes: float = 0.0
     memory_origin: str = "described"
     turned: Footprint | None = None
+    ticking: Footprint | None = None
     origin: str = "described"
     spread: float = 0.0
     runs: int = 0

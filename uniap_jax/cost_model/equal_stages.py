@@ -175,12 +175,15 @@ class EqualStages:
         if cost.origin == "does_not_fit":
             return None
         share = 1.0 / self._stages if self.run.is_loop else 1.0
-        kept, transient = share * self._kept_bytes(cost, layer, strategy), cost.transient_bytes
+        state, grads, stacked, once = self._kept(layer, strategy, self._run_state)
+        kept = share * self._kept_bytes(cost, layer, strategy)
+        transient = self._working_bytes(cost, layer, strategy, candidate, once)
         if self._turn is not None:  # the loop is kept and recomputed turn by turn
             alone = self._turn.cost(strategy, samples=model.batch_size // pieces)
             if alone is None:
                 return None
-            kept, transient = share * self.run.count * alone.kept_bytes, alone.transient_bytes
+            turn = cost.ticking or alone
+            kept, transient = share * self.run.count * turn.kept_bytes, turn.transient_bytes + once
             if cost.origin == "described":
                 cost = replace(alone, sync_s=alone.sync_s * self.run.count)
                 cost = replace(
@@ -188,25 +191,44 @@ class EqualStages:
                 )
         handed = self._pass_s(strategy, candidate) if layer.index == self.run.first else 0.0
         held = self._handed_bytes(strategy, candidate) if layer.index == self.run.first else 0.0
-        state, grads, stacked, once = self._kept(layer, strategy, self._run_state)
         in_flight = kept_microbatches(candidate, in_place=self._in_place)
         return Row(
             time_s=num_ticks(candidate) * (share * (cost.time_s + cost.sync_s) + handed),
             iteration_s=share * model.update_s(layer, strategy),
             memory_bytes=share * (state + grads + stacked) + in_flight * kept + held,
-            transient_bytes=transient + once,
+            transient_bytes=transient,
             pass_s=handed,
         )
 
     def _kept_bytes(self, cost: LayerCost, layer: Layer, strategy: Strategy) -> float:
         """Of one micro-batch. A TPU pads what a program hands to another, and not what it keeps for itself.
 
-        What one program keeps is told with the parameters that it gathered, which every tick gathers anew.
+        What one program keeps is told with the parameters that it gathered, which every tick gathers anew. Where its
+        ticks were compiled, all that they take is told as what each keeps.
         """
+        if cost.ticking is not None:
+            return cost.ticking.kept_bytes
         if not self._in_place or cost.turned is None:
             return cost.kept_bytes
         gathered = self._model.weights(layer, strategy).gathered
         return min(cost.kept_bytes, max(0.0, cost.turned.kept_bytes - gathered))
+
+    def _working_bytes(
+        self, cost: LayerCost, layer: Layer, strategy: Strategy, candidate: Candidate, once: float
+    ) -> float:
+        """While a tick runs one layer: nothing of another is alive in a loop over layers.
+
+        So where a compiler was asked it is what the layer's backward takes alone, without the sums that it adds to and
+        what it hands on, which are told apart.
+        """
+        if cost.ticking is not None:
+            return 0.0
+        if self._in_place or not cost.alone_bytes:
+            return cost.transient_bytes + once
+        pieces = candidate.num_microbatches
+        sums = self._model.weights(layer, strategy).grads if pieces > 1 else 0.0
+        moved = self._boundary.moved_bytes / pieces / strategy.batch_ways
+        return max(0.0, cost.alone_bytes - sums - moved)
 
     def _handed_bytes(self, strategy: Strategy, candidate: Candidate) -> float:
         """What goes from stage to stage: four copies of it, and under GPipe what waits for the way back."""

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from uniap_jax.core.described import Describer
-from uniap_jax.core.equal_stages import cut_loop
+from uniap_jax.core.equal_body import turn_alone
 from uniap_jax.core.errors import StrategyError
-from uniap_jax.core.graph import LayerGraph
-from uniap_jax.core.loop_turn import turn_of
 from uniap_jax.core.profile import LayerCost
 from uniap_jax.core.sharding import axis_sizes, layer_sharding, shard_bytes
 from uniap_jax.core.strategy import Strategy
@@ -44,13 +42,7 @@ class TurnCosts:
     """
 
     def __init__(self, model: Numbers, layer: int) -> None:
-        whole = model.graph
-
-        def turn(graph: LayerGraph) -> LayerGraph:
-            alone = turn_of(graph, cut_loop(graph, layer)).graph
-            return replace(alone, microbatch=lambda count: turn(whole.microbatch(count)))
-
-        self.graph = turn(whole)
+        self.graph = turn_alone(model.graph, layer)
         self.layer = self.graph.layers[0]
         self._describer = Describer(self.graph, model.cluster, model.links)
         sizes = [self.graph.params[p].nbytes for p in self.layer.params]

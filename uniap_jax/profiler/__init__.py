@@ -12,6 +12,7 @@ import jax
 
 from uniap_jax.core.absent import stage_devices
 from uniap_jax.core.described import Describer
+from uniap_jax.core.equal_stages import ticking_run
 from uniap_jax.core.errors import ProfileError
 from uniap_jax.core.graph import LayerGraph
 from uniap_jax.core.machine import Cluster, usable_cores
@@ -19,7 +20,7 @@ from uniap_jax.core.profile import SOURCES, Footprint, Key, LayerCost, LinkFit, 
 from uniap_jax.profiler.cache import Cache, default_dir
 from uniap_jax.profiler.calibrate import fill
 from uniap_jax.profiler.compiled import Compiler, measure_cycle
-from uniap_jax.profiler.footprint import Footprinter, Replica, by_variety, replicas_of
+from uniap_jax.profiler.footprint import Footprinter, Replica, Runs, by_variety, replicas_of
 from uniap_jax.profiler.measure import Measurer, measure_machine, measured_describer
 from uniap_jax.profiler.meeting import gradients_meet
 from uniap_jax.profiler.order import Entry, by_value, described, entries
@@ -103,11 +104,12 @@ def profile(
         prober, workers = Compiler(describer=describer, devices=absent, cycle_s=cycle_s, cache=cache), usable_cores()
     ranked, deadline_s = by_value(found, describer), start + budget_s
     meeting = cluster.platform == "tpu" and gradients_meet(describer.graph)  # elsewhere nothing depends on it
-    footprinter = Footprinter(describer=describer, prober=prober, meeting=meeting)
-    sought = by_variety(ranked, describer.graph, cluster.platform)
+    runs = _ticking(describer.graph, cluster, found)
+    footprinter = Footprinter(describer=describer, prober=prober, meeting=meeting, runs=runs)
+    sought = by_variety(ranked, describer.graph, cluster.platform, runs)
     asked = None
     if only is not None:
-        asked = {r for e in ranked if e.key in only for r in replicas_of(e, describer.graph, cluster.platform)}
+        asked = {r for e in ranked if e.key in only for r in replicas_of(e, describer.graph, cluster.platform, runs)}
 
     def windows(share: float) -> dict[Replica, Footprint]:
         now, cores = time.monotonic(), usable_cores()
@@ -117,7 +119,7 @@ def profile(
     windows(memory_share)
     probed = run_entries(ranked, prober, deadline_s=deadline_s, progress=progress, workers=workers, only=only)
     footprints = windows(1.0 if memory_share else 0.0)  # in what the times have left
-    costs, calibration = fill(found, probed, describer, footprints)
+    costs, calibration = fill(found, probed, describer, footprints, runs)
     count = sum(c.origin == source for c in probed.values())
     note = (
         f"{count} of {len(found)} entries are {source}; the others are described, calibrated on these "
@@ -134,6 +136,11 @@ def profile(
         notes=(note, *prober.notes),
         jax_version=jax.__version__,
     )
+
+
+def _ticking(graph: LayerGraph, cluster: Cluster, found: Sequence[Entry]) -> Runs:
+    runs = {p: ticking_run(graph, cluster.platform, p) for p in dict.fromkeys(e.num_stages for e in found)}
+    return {p: run for p, run in runs.items() if run is not None}
 
 
 def _absent_stages(cluster: Cluster, found: Sequence[Entry]) -> dict[int, Sequence[Any]]:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from uniap_jax.core.described import Describer
 from uniap_jax.core.profile import Footprint, Key, LayerCost
 from uniap_jax.core.weights import param_bytes
-from uniap_jax.profiler.footprint import Footprints, Replica, replica_of
+from uniap_jax.profiler.footprint import NO_RUNS, Footprints, Replica, Runs, replica_of, ticked_replica
 from uniap_jax.profiler.order import Entry, described
 
 PRIOR = 0.3
@@ -71,6 +71,7 @@ def fill(
     measured: Mapping[Key, LayerCost],
     describer: Describer,
     footprints: Mapping[Replica, Footprint] | None = None,
+    runs: Runs = NO_RUNS,
 ) -> tuple[dict[Key, LayerCost], Calibration]:
     """Every entry: times as measured, else the calibrated description times the neighbour's correction.
 
@@ -79,6 +80,7 @@ def fill(
         measured: those that were.
         describer: of the graph.
         footprints: memory of those replicas whose programs were compiled; that of all entries follows from them.
+        runs: those whose ticks are compiled.
     """
     parts = {e.key: described_parts(describer, e) for e in entries}
     known = [e for e in entries if e.key in measured and measured[e.key].origin in ("measured", "compiled")]
@@ -99,10 +101,10 @@ def fill(
             else:
                 filled[e.key] = _scaled(e, parts[e.key], found, by_layer.get(e.layer, []), ratio, describer)
     memory = Footprints(describer, footprints or {})
-    return {e.key: _with_memory(e, filled[e.key], memory, describer) for e in entries}, found
+    return {e.key: _with_memory(e, filled[e.key], memory, describer, runs) for e in entries}, found
 
 
-def _with_memory(entry: Entry, cost: LayerCost, memory: Footprints, describer: Describer) -> LayerCost:
+def _with_memory(entry: Entry, cost: LayerCost, memory: Footprints, describer: Describer, runs: Runs) -> LayerCost:
     layer = describer.graph.layers[entry.layer]
 
     def replica(*, turned: bool) -> Replica:
@@ -116,6 +118,9 @@ def _with_memory(entry: Entry, cost: LayerCost, memory: Footprints, describer: D
     # where only inputs are kept, one program for both directions holds nearly what two hold
     otherwise = entry.strategy.keep != "inputs" or memory.has(replica(turned=True))
     turned = found(turned=True) if entry.num_stages > 1 and otherwise else None
+    ticking = ticked_replica(entry, describer.graph, runs)
+    if ticking is not None and memory.has(ticking):
+        cost = replace(cost, ticking=memory.of(ticking, cost))
     return replace(cost, **asdict(found(turned=False)), turned=turned)
 
 

@@ -10,11 +10,14 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from threading import Lock
+from types import MappingProxyType
 from typing import Any
 
 import jax
 
 from uniap_jax.core.described import Describer
+from uniap_jax.core.equal_body import body_of
+from uniap_jax.core.equal_stages import EqualRun
 from uniap_jax.core.errors import ProfileError, StrategyError, TraceError
 from uniap_jax.core.graph import LayerGraph
 from uniap_jax.core.profile import Footprint, LayerCost
@@ -32,10 +35,15 @@ from uniap_jax.profiler.window import (
     compiled_as,
     footprint,
     neighbourhood,
+    ticks_need,
     window_facts,
     window_need,
     window_piece,
 )
+
+Runs = Mapping[int, EqualRun]
+"""By the number of stages, the layers that one program for all stages runs as ticks; see `ticking_run`."""
+NO_RUNS: Runs = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +93,25 @@ def replica_of(entry: Entry, graph: LayerGraph, platform: str, *, turned: bool =
         consumed=platform == "tpu" and only and not summed,
     )
     return Replica(layer=entry.layer, way=way)
+
+
+def ticked_replica(entry: Entry, graph: LayerGraph, runs: Runs) -> Replica | None:
+    """The stage of one program that an entry's layer would be in; None where it is in none.
+
+    Args:
+        entry: of a profile.
+        graph: of the entry.
+        runs: those whose ticks are compiled.
+    """
+    strategy, stages = entry.strategy, entry.num_stages
+    run = runs.get(stages)
+    if run is None or strategy.sequence_ways * strategy.expert * strategy.context > 1:
+        return None
+    if graph.layers[run.first].signature != graph.layers[entry.layer].signature:
+        return None
+    way = Way(strategy=strategy, samples=entry.key.samples, turned=True, only=False, summed=True)
+    ticks = entry.num_microbatches + stages - 1
+    return Replica(layer=entry.layer, way=replace(way, depth=run.count // stages, ticks=ticks))
 
 
 class Footprints:
@@ -182,8 +209,13 @@ def _ratio(wanted: float, near: float) -> float:
 
 
 def _alike(a: Replica, b: Replica) -> bool:
-    """Whether one says something of the other: the same layer, in one program or in two, keeping alike."""
-    return (a.layer, a.way.turned, a.way.strategy.keep) == (b.layer, b.way.turned, b.way.strategy.keep)
+    """Whether one says something of the other: the same layer, in programs of one kind, keeping alike."""
+
+    def kind(replica: Replica) -> tuple[Any, ...]:
+        way = replica.way
+        return replica.layer, way.turned, way.depth > 0, way.strategy.keep
+
+    return kind(a) == kind(b)
 
 
 def _apart(one: Replica, other: Replica) -> float:
@@ -219,31 +251,34 @@ class Sought:
         return self.key.way.strategy
 
 
-def replicas_of(entry: Entry, graph: LayerGraph, platform: str) -> tuple[Replica, ...]:
+def replicas_of(entry: Entry, graph: LayerGraph, platform: str, runs: Runs = NO_RUNS) -> tuple[Replica, ...]:
     """All that an entry's memory may follow from: of a stage that is not the only one, as it may be run."""
     ways = (False, True) if entry.num_stages > 1 else (False,)
-    return tuple(replica_of(entry, graph, platform, turned=turned) for turned in ways)
+    ticked = ticked_replica(entry, graph, runs)
+    found = tuple(replica_of(entry, graph, platform, turned=turned) for turned in ways)
+    return found if ticked is None else (*found, ticked)
 
 
-def by_variety(ranked: Sequence[Entry], graph: LayerGraph, platform: str) -> list[Sought]:
-    """Different replicas: of each family the largest batch, then the smallest, then the rest.
+def by_variety(ranked: Sequence[Entry], graph: LayerGraph, platform: str, runs: Runs = NO_RUNS) -> list[Sought]:
+    """Different replicas: of each family the largest batch, then the smallest, then the rest; last those that tick.
 
     Args:
         ranked: most valuable first.
         graph: of the entries.
         platform: of the devices.
+        runs: those whose ticks are compiled.
     """
     families: dict[Replica, dict[Replica, Sought]] = {}
     for entry in ranked:
-        for replica in replicas_of(entry, graph, platform):
+        for replica in replicas_of(entry, graph, platform, runs):
             one = Sought(key=replica, num_stages=entry.num_stages)
             families.setdefault(replica.family, {}).setdefault(replica, one)
-    rounds: dict[int, list[Sought]] = {}
+    rounds: dict[tuple[bool, int], list[Sought]] = {}
     for found in families.values():
         sizes = sorted(found, key=lambda r: r.way.samples)
         order = [*sizes[-1:], *sizes[:-1][:1], *sizes[1:-1]]
         for i, replica in enumerate(order):
-            rounds.setdefault(i, []).append(found[replica])
+            rounds.setdefault((replica.way.depth > 0, i), []).append(found[replica])
     return [one for i in sorted(rounds) for one in rounds[i]]
 
 
@@ -255,6 +290,7 @@ class Footprinter:
         describer: of the graph.
         prober: says where windows are compiled, and keeps what is found.
         meeting: whether gradients of different parameters meet in the update.
+        runs: those whose ticks are compiled.
         needs: of windows, by their layers and how they are run; None where the compiler says nothing.
         locks: of windows that are being compiled.
         missing: windows that the cache does not have.
@@ -265,6 +301,7 @@ class Footprinter:
     describer: Describer
     prober: Prober
     meeting: bool
+    runs: Runs = field(default_factory=dict)
     needs: dict[tuple[Run, Way], Need | None] = field(default_factory=dict)
     locks: dict[tuple[Run, Way], Lock] = field(default_factory=dict)
     missing: set[tuple[Run, Way]] = field(default_factory=set)
@@ -301,6 +338,8 @@ class Footprinter:
 
     def _around(self, replica: Replica) -> Neighbourhood:
         name = replica.layer, replica.way.strategy
+        if replica.way.depth:
+            return Neighbourhood(alone=(replica.layer,))
         if name not in self.around:
             self.around[name] = neighbourhood(self.describer.graph, *name)
         return self.around[name]
@@ -334,6 +373,10 @@ class Footprinter:
         cut = self.describer.graph if pieces == 1 else self.describer.graph.microbatch(pieces)
         mesh = make_mesh(list(self.prober.stage(way.strategy.num_devices)))
         with self.compiles.one():
-            need = window_need(window_piece(cut, layers, way, mesh), compiled_as(way))
+            if way.depth:
+                run = self.runs[self.describer.cluster.num_devices // mesh.size]
+                need = ticks_need(body_of(cut, run), way, mesh)
+            else:
+                need = window_need(window_piece(cut, layers, way, mesh), compiled_as(way))
         self.needs[layers, compiled_as(way)] = need
         self.prober.cache.put(self._facts(layers, way), {} if need is None else asdict(need))

@@ -35,6 +35,11 @@ class Placed(NamedTuple):
     shape: Any
     spec: Any
 
+    def stacked(self, number: int) -> Placed:
+        """As many of them, one behind the other."""
+        shape = jax.ShapeDtypeStruct((number, *self.shape.shape), self.shape.dtype)
+        return Placed(shape, PartitionSpec(None, *self.spec))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Piece:
@@ -145,14 +150,29 @@ def _summed(grad: Placed, mapped: bool) -> Placed:
     return Placed(jax.ShapeDtypeStruct((*lead, *grad.shape.shape), dtype), PartitionSpec(*spec, *grad.spec))
 
 
-def compile_split(piece: Piece, arrays: Arrays | None, *, summed: bool = False) -> tuple[Direction, Direction]:
-    """Forward `-> (writes, results, kept)` and backward `(inputs, kept, cotangents, sums) -> gradients`.
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Halves:
+    """A piece as two functions, and what goes from one to the other.
+
+    Attributes:
+        ahead: `ahead(params, operands, reads as one list) -> (writes, results, kept as one list)`.
+        kept: shapes of what the first hands to the second.
+        inputs: positions in that list of what the second is given again.
+        behind: `behind(those inputs, kept, cotangents) -> (gradients of parameters, of moving reads)`.
+    """
+
+    ahead: Callable[[Sequence[Any]], list[Any]]
+    kept: tuple[Any, ...]
+    inputs: tuple[int, ...]
+    behind: Callable[[Sequence[Any], Sequence[Any], Any], tuple[list[Any], list[Any]]]
+
+
+def halves(piece: Piece, *, stay: bool) -> Halves:
+    """Forward and backward of a piece.
 
     Args:
-        piece: what to compile and where.
-        arrays: of the arguments to run them with; None where they are only compiled.
-        summed: whether gradients are added to sums that the backward is given, whose buffers it takes where nothing
-            is run.
+        piece: to differentiate.
+        stay: whether what it reads is there again for the backward; otherwise it is kept as far as it is needed.
     """
     structure, emitted = list[Any](), len(piece.writes) + len(piece.results)
 
@@ -164,31 +184,51 @@ def compile_split(piece: Piece, arrays: Arrays | None, *, summed: bool = False) 
 
     groups = piece.params, piece.operands, piece.reads
     tape = flatten(jax.make_jaxpr(forward)(*([x.shape for x in g] for g in groups)))
-    residuals = tape.outvars[emitted:]
-    flat, first_read = [a for g in groups for a in g], len(piece.params) + len(piece.operands)
-    again = {*_cheap(tape, [*tape.invars[:first_read], *tape.consts]), *moved(tape.eqns, tape.invars[first_read:])}
-    known = {*again, *tape.invars}
+    residuals, first_read = tape.outvars[emitted:], len(piece.params) + len(piece.operands)
+    there = tape.invars if stay else tape.invars[:first_read]
+    again = {*_cheap(tape, [*tape.invars[:first_read], *tape.consts]), *moved(tape.eqns, there[first_read:])}
+    known = {*again, *there}
     kept = [v for v in dict.fromkeys(r for r in residuals if not isinstance(r, Literal)) if v not in known]
-    ahead = as_function(tape, tape.invars, [*tape.outvars[:emitted], *kept])
-    leaving = [*(x.spec for x in (*piece.writes, *piece.results)), *([None] * len(kept))]
-    first = _compile(piece, ahead, [flat], leaving, arrays)
-
     wanted = [r for r in residuals if not isinstance(r, Literal) and r not in kept]
     needed = live_eqns(tape.eqns, wanted)[1]
     inputs = [i for i, v in enumerate(tape.invars) if v in needed]
     remake = as_function(tape, [tape.invars[i] for i in inputs], wanted)
 
-    def behind(given: Any, held: Any, cotangents: Any, totals: Any) -> Any:
+    def behind(given: Any, held: Any, cotangents: Any) -> Any:
         values = dict(zip([*wanted, *kept], [*remake(given), *held], strict=True))
         leaves = [r.val if isinstance(r, Literal) else values[r] for r in residuals]
-        grads, into = jax.tree.unflatten(structure[0], leaves)(cotangents)
+        return jax.tree.unflatten(structure[0], leaves)(cotangents)
+
+    return Halves(
+        ahead=as_function(tape, tape.invars, [*tape.outvars[:emitted], *kept]),
+        kept=tuple(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in kept),
+        inputs=tuple(inputs),
+        behind=behind,
+    )
+
+
+def compile_split(piece: Piece, arrays: Arrays | None, *, summed: bool = False) -> tuple[Direction, Direction]:
+    """Forward `-> (writes, results, kept)` and backward `(inputs, kept, cotangents, sums) -> gradients`.
+
+    Args:
+        piece: what to compile and where.
+        arrays: of the arguments to run them with; None where they are only compiled.
+        summed: whether gradients are added to sums that the backward is given, whose buffers it takes where nothing
+            is run.
+    """
+    half, emitted = halves(piece, stay=True), [x.spec for x in (*piece.writes, *piece.results)]
+    flat = [*piece.params, *piece.operands, *piece.reads]
+    first = compile_piece(piece, half.ahead, [flat], [*emitted, *([None] * len(half.kept))], arrays)
+
+    def behind(given: Any, held: Any, cotangents: Any, totals: Any) -> Any:
+        grads, into = half.behind(given, held, cotangents)
         return [*piece.added(totals, grads), *into]
 
-    layouts = first.compiled.output_shardings[emitted:]
-    held = [Placed(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype), s) for v, s in zip(kept, layouts, strict=True)]
-    given = [[flat[i] for i in inputs], held, piece.writes, piece.sums if summed else ()]
+    layouts = first.compiled.output_shardings[len(emitted) :]
+    held = [Placed(shape, layout) for shape, layout in zip(half.kept, layouts, strict=True)]
+    given = [[flat[i] for i in half.inputs], held, piece.writes, piece.sums if summed else ()]
     donated = (3,) if summed and arrays is None else ()
-    return first, _compile(piece, behind, given, _gradients(piece), arrays, donate=donated)
+    return first, compile_piece(piece, behind, given, _gradients(piece), arrays, donate=donated)
 
 
 def compile_turned(piece: Piece, *, summed: bool) -> Direction:
@@ -206,7 +246,7 @@ def compile_turned(piece: Piece, *, summed: bool) -> Direction:
 
     given = [piece.params, piece.operands, piece.reads, piece.writes, piece.sums if summed else ()]
     outs = [*(r.spec for r in piece.results), *_gradients(piece)]
-    return _compile(piece, both, given, outs, None, donate=(4,) if summed else ())
+    return compile_piece(piece, both, given, outs, None, donate=(4,) if summed else ())
 
 
 def compile_loop(piece: Piece, number: int) -> Direction:
@@ -232,13 +272,10 @@ def compile_loop(piece: Piece, number: int) -> Direction:
         total, each = lax.scan(body, zeros, (moving, reads, cotangents))
         return [*each[: len(piece.results)], *total, *each[len(piece.results) :]]
 
-    def stacked(x: Placed) -> Placed:
-        return Placed(jax.ShapeDtypeStruct((number, *x.shape.shape), x.shape.dtype), PartitionSpec(None, *x.spec))
-
-    operands = [stacked(o) if b else o for o, b in zip(piece.operands, piece.of_batch, strict=True)]
-    given = [piece.params, operands, [stacked(r) for r in piece.reads], [stacked(w) for w in piece.writes]]
-    outs = [*map(stacked, piece.results), *piece.sums, *map(stacked, piece.moving)]
-    return _compile(piece, accumulated, given, [o.spec for o in outs], None)
+    operands = [o.stacked(number) if b else o for o, b in zip(piece.operands, piece.of_batch, strict=True)]
+    given = [piece.params, operands, *([x.stacked(number) for x in g] for g in (piece.reads, piece.writes))]
+    outs = [r.stacked(number) for r in piece.results], piece.sums, [r.stacked(number) for r in piece.moving]
+    return compile_piece(piece, accumulated, given, [o.spec for group in outs for o in group], None)
 
 
 def _gradients(piece: Piece) -> list[PartitionSpec]:
@@ -246,7 +283,7 @@ def _gradients(piece: Piece) -> list[PartitionSpec]:
     return [x.spec for x in (*piece.sums, *piece.moving)]
 
 
-def _compile(
+def compile_piece(
     piece: Piece,
     function: Callable[..., Any],
     given: Sequence[Sequence[Placed]],
@@ -255,6 +292,7 @@ def _compile(
     *,
     donate: tuple[int, ...] = (),
 ) -> Direction:
+    """A program over a piece's sub-mesh: arguments group by group, and a layout of each result."""
     shapes, specs = ([[x[i] for x in group] for group in given] for i in range(2))
     return compile_on(piece.case, function, shapes, specs, outs, arrays, donate=donate)
 

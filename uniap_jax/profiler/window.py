@@ -14,6 +14,7 @@ from typing import Any
 
 from jax.sharding import Mesh, NamedSharding
 
+from uniap_jax.core.equal_body import EqualBody
 from uniap_jax.core.errors import StrategyError
 from uniap_jax.core.graph import LayerGraph
 from uniap_jax.core.profile import Footprint, LayerCost
@@ -23,6 +24,7 @@ from uniap_jax.core.strategy import Strategy
 from uniap_jax.core.weights import ParamBytes
 from uniap_jax.profiler.piece import Piece, Placed, compile_loop, compile_split, compile_turned, piece_of
 from uniap_jax.profiler.programs import Case, Direction
+from uniap_jax.profiler.ticks import compile_ticks
 
 LOOPED = 2
 """Micro-batches of a window's loop: memory is the same with more."""
@@ -40,6 +42,8 @@ class Way:
         summed: gradients of several micro-batches are added up.
         consumed: each gradient is used up as soon as it is known, by the update in the same program.
         mapped: the runtime maps its layers over replicas, so that gradients meet once a step.
+        depth: equal layers of a stage of one program for all stages; 0 where every stage has programs of its own.
+        ticks: of a pass of that program.
     """
 
     strategy: Strategy
@@ -49,6 +53,8 @@ class Way:
     summed: bool
     mapped: bool = False
     consumed: bool = False
+    depth: int = 0
+    ticks: int = 0
 
     @property
     def looped(self) -> bool:
@@ -173,6 +179,12 @@ def _mapped(graph: LayerGraph, layer: int, way: Way) -> bool:
     return way.mapped and reduces_once(graph, graph.layers[layer], replace(way.strategy, data=2))
 
 
+def ticks_need(body: EqualBody, way: Way, mesh: Mesh) -> Need | None:
+    """What the compiler says of all ticks of a stage; None where it says nothing."""
+    memory = compile_ticks(body, way.strategy, mesh, layers=way.depth, ticks=way.ticks).memory
+    return Need(held=0.0, own=memory["temporaries"], read=0.0, returned=0.0) if memory else None
+
+
 def window_need(piece: Piece, way: Way) -> Need | None:
     """What the compiler says of a window; None where it says nothing."""
     read, returned, results = (_bytes(piece, x) for x in (piece.reads, piece.moving, piece.results))
@@ -225,6 +237,9 @@ def footprint(
     needs = {run: found for run in around.windows if (found := need(run)) is not None}
     if len(needs) < len(around.windows):
         return None
+    if way.depth:
+        each = needs[around.alone].own / (way.depth * way.ticks)
+        return Footprint(kept_bytes=each, transient_bytes=0.0, memory_origin="compiled")
     alone, grown, led = needs[around.alone], [needs[r] for r in around.grown], [needs[r] for r in around.led]
     first = _more(led)
     more = _more(grown) if grown else first
@@ -293,4 +308,5 @@ def window_facts(graph: LayerGraph, layers: Run, way: Way) -> dict[str, Any]:
         "turned": way.turned,
         "looped": way.looped,
         "summed": way.summed,
+        **({"depth": way.depth, "ticks": way.ticks} if way.depth else {}),
     }

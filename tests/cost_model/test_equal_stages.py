@@ -142,6 +142,10 @@ def test_compiled_ticks_are_all_that_a_layer_takes_in_them(graph: Any) -> None:
     without = plain.equal_tables(candidate).memory_bytes[slot, k]
     assert tables.memory_bytes[slot, k] - without == pytest.approx(3 * (1e6 - kept))
     assert tables.transient_bytes[slot, k] == 0.0
+    # other ticks than those of 1F1B: what one of them works with is not a share of what all keep
+    other = replace(candidate, schedule="one_f_one_b")
+    found = estimate(graph, cluster, replace(told, entries=entries)).equal_tables(other)
+    assert found.transient_bytes[slot, k] == plain.equal_tables(other).transient_bytes[slot, k] > 0
 
 
 def test_a_tick_works_with_one_layer_at_a_time(graph: Any) -> None:

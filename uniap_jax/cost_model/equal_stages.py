@@ -182,8 +182,8 @@ class EqualStages:
             alone = self._turn.cost(strategy, samples=model.batch_size // pieces)
             if alone is None:
                 return None
-            turn = cost.ticking or alone
-            kept, transient = share * self.run.count * turn.kept_bytes, turn.transient_bytes + once
+            kept = share * self.run.count * (cost.ticking or alone).kept_bytes
+            transient = self._working_bytes(replace(alone, ticking=cost.ticking), layer, strategy, candidate, once)
             if cost.origin == "described":
                 cost = replace(alone, sync_s=alone.sync_s * self.run.count)
                 cost = replace(
@@ -203,8 +203,8 @@ class EqualStages:
     def _kept_bytes(self, cost: LayerCost, layer: Layer, strategy: Strategy) -> float:
         """Of one micro-batch. A TPU pads what a program hands to another, and not what it keeps for itself.
 
-        What one program keeps is told with the parameters that it gathered, which every tick gathers anew. Where its
-        ticks were compiled, all that they take is told as what each keeps.
+        What one program keeps is told with the parameters that it gathered, which every tick gathers anew. Where the
+        ticks of GPipe were compiled, all that they take is told as what each keeps.
         """
         if cost.ticking is not None:
             return cost.ticking.kept_bytes
@@ -221,7 +221,7 @@ class EqualStages:
         So where a compiler was asked it is what the layer's backward takes alone, without the sums that it adds to and
         what it hands on, which are told apart.
         """
-        if cost.ticking is not None:
+        if cost.ticking is not None and candidate.schedule == "gpipe":
             return 0.0
         if self._in_place or not cost.alone_bytes:
             return cost.transient_bytes + once

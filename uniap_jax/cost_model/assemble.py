@@ -22,7 +22,7 @@ from uniap_jax.core.sharding import layer_sharding
 from uniap_jax.core.strategy import Strategy
 from uniap_jax.core.weights import ParamBytes
 from uniap_jax.cost_model.credible import credible
-from uniap_jax.cost_model.equal_stages import EqualModel
+from uniap_jax.cost_model.equal_model import EqualModel
 from uniap_jax.cost_model.memory import Held, beside_state
 from uniap_jax.cost_model.pipeline import busy_factor, flights, holds_as_one, turns_at_once, working_share
 from uniap_jax.cost_model.reshard import bundles, edge_tables

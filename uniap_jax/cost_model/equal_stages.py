@@ -15,12 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from uniap_jax.core.costs import Candidate
-from uniap_jax.core.described import batch_bytes, divisors
+from uniap_jax.core.described import batch_bytes
 from uniap_jax.core.equal_costs import EqualTables, num_ticks
 from uniap_jax.core.equal_stages import EqualRun, find_run
-from uniap_jax.core.errors import StrategyError
 from uniap_jax.core.graph import Layer, LayerGraph, Value
-from uniap_jax.core.plan import SCHEDULES
 from uniap_jax.core.profile import LayerCost
 from uniap_jax.core.strategy import Strategy
 from uniap_jax.core.vjp import is_float
@@ -374,45 +372,3 @@ class EqualStages:
 def _summed(value: Value) -> float:
     """Bytes of the sum of a parameter's gradients: 32 bits or wider."""
     return float(value.size * max(4, getattr(value.dtype, "itemsize", 4)))
-
-
-class EqualModel:
-    """What a cost model says of one program for all stages, found as it is asked for.
-
-    Args:
-        model: whose numbers are used.
-    """
-
-    def __init__(self, model: Numbers) -> None:
-        self._model = model
-        self._known: dict[int, EqualStages | StrategyError] = {}
-
-    def candidates(self, splits: Sequence[int]) -> tuple[Candidate, ...]:
-        """Every P over 1 that divides the devices and a run of equal layers, under either schedule.
-
-        Args:
-            splits: numbers of micro-batches.
-        """
-        degrees = [p for p in divisors(self._model.num_devices)[1:] if isinstance(self._stages(p), EqualStages)]
-        return tuple(
-            Candidate(num_stages=p, num_microbatches=c, schedule=s) for p in degrees for c in splits for s in SCHEDULES
-        )
-
-    def tables(self, candidate: Candidate) -> EqualTables:
-        """The tables of one candidate.
-
-        Raises:
-            StrategyError: the model has no run of equal layers that the stages divide.
-        """
-        found = self._stages(candidate.num_stages)
-        if isinstance(found, StrategyError):
-            raise found
-        return found.tables(candidate)
-
-    def _stages(self, num_stages: int) -> EqualStages | StrategyError:
-        if num_stages not in self._known:
-            try:
-                self._known[num_stages] = EqualStages(self._model, num_stages)
-            except StrategyError as error:
-                self._known[num_stages] = error
-        return self._known[num_stages]

@@ -21,6 +21,7 @@ from uniap_jax.core.profile import Footprint
 from uniap_jax.core.strategy import Strategy
 from uniap_jax.cost_model import estimate
 from uniap_jax.cost_model.equal_stages import TurnCosts, kept_microbatches
+from uniap_jax.cost_model.unmeasured import unmeasured
 from uniap_jax.frontend import trace
 from uniap_jax.planner import solve
 from uniap_jax.profiler import profile
@@ -146,6 +147,24 @@ def test_compiled_ticks_are_all_that_a_layer_takes_in_them(graph: Any) -> None:
     other = replace(candidate, schedule="one_f_one_b")
     found = estimate(graph, cluster, replace(told, entries=entries)).equal_tables(other)
     assert found.transient_bytes[slot, k] == plain.equal_tables(other).transient_bytes[slot, k] > 0
+
+
+def test_a_plan_of_one_program_asks_for_the_ticks_it_rests_on(graph: Any) -> None:
+    cluster = replace(CLUSTER, platform="tpu")
+    told, run = profile(graph, cluster, source="described"), find_run(graph, 2)
+
+    def asked(executor: str, **ticking: Any) -> set[str]:
+        known = {"origin": "compiled", "memory_origin": "compiled", **ticking}
+        entries = tuple((key, replace(cost, **known)) for key, cost in told.entries)
+        model = estimate(graph, cluster, replace(told, entries=entries, jax_version="0"))
+        plan = solve(
+            model, num_stages=2, num_microbatches=2, schedule="gpipe", executor=executor, strategy=Strategy(data=4)
+        )
+        return {key.signature for key in unmeasured(model, plan)}
+
+    assert asked("program") == {graph.layers[run.first].signature}
+    assert asked("stages") == set()
+    assert asked("program", ticking=Footprint(kept_bytes=1.0, transient_bytes=0.0)) == set()
 
 
 def test_a_tick_works_with_one_layer_at_a_time(graph: Any) -> None:

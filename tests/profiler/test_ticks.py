@@ -21,7 +21,7 @@ from uniap_jax.profiler.order import by_value, entries
 from uniap_jax.profiler.piece import piece_of
 from uniap_jax.profiler.programs import Case
 from uniap_jax.profiler.ticks import compile_ticks
-from uniap_jax.profiler.window import footprint, neighbourhood, ticks_need
+from uniap_jax.profiler.window import Neighbourhood, footprint, ticks_need
 
 BLOCKS, WIDTH, BATCH = 8, 8, 12
 
@@ -140,8 +140,7 @@ def test_what_a_tick_keeps_is_a_share_of_all(graph):
     replica = ticked_replica(entry, graph, {2: run})
     mesh = make_mesh(jax.devices()[:2])
     need = ticks_need(body_of(cut, run), replica.way, mesh)
-    around = replace(neighbourhood(graph, run.first, entry.strategy), alone=(run.first,), grown=(), led=())
-    found = footprint(around, replica.way, lambda layers: need, None, None)
+    found = footprint(Neighbourhood(alone=(run.first,)), replica.way, lambda layers: need, None, None)
     assert found == Footprint(kept_bytes=need.own / (run.slots(2) * 4), transient_bytes=0.0, memory_origin="compiled")
     assert need.own > 0
     known = Footprints(None, {replica: found})

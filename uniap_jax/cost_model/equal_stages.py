@@ -174,14 +174,12 @@ class EqualStages:
             return None
         share = 1.0 / self._stages if self.run.is_loop else 1.0
         state, grads, stacked, once = self._kept(layer, strategy, self._run_state)
-        kept = share * self._kept_bytes(cost, layer, strategy)
-        transient = self._working_bytes(cost, layer, strategy, candidate, once)
+        each, own = 1, cost
         if self._turn is not None:  # the loop is kept and recomputed turn by turn
             alone = self._turn.cost(strategy, samples=model.batch_size // pieces)
             if alone is None:
                 return None
-            kept = share * self.run.count * (cost.ticking or alone).kept_bytes
-            transient = self._working_bytes(replace(alone, ticking=cost.ticking), layer, strategy, candidate, once)
+            each, own = self.run.count, replace(alone, ticking=cost.ticking)
             if cost.origin == "described":
                 cost = replace(alone, sync_s=alone.sync_s * self.run.count)
                 cost = replace(
@@ -189,12 +187,13 @@ class EqualStages:
                 )
         handed = self._pass_s(strategy, candidate) if layer.index == self.run.first else 0.0
         held = self._handed_bytes(strategy, candidate) if layer.index == self.run.first else 0.0
+        kept = share * each * self._kept_bytes(own, layer, strategy)
         in_flight = kept_microbatches(candidate, in_place=self._in_place)
         return Row(
             time_s=num_ticks(candidate) * (share * (cost.time_s + cost.sync_s) + handed),
             iteration_s=share * model.update_s(layer, strategy),
             memory_bytes=share * (state + grads + stacked) + in_flight * kept + held,
-            transient_bytes=transient,
+            transient_bytes=self._working_bytes(own, layer, strategy, candidate, once),
             pass_s=handed,
         )
 
